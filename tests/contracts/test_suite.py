@@ -16,7 +16,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from suite.reach import Reached, read_record, write_record
 
-from jaxserve.kernels.cpu import machine_code
 from jaxserve.runtime import store
 
 TESTS = Path(__file__).parents[1]
@@ -44,24 +43,6 @@ def test_a_changed_function_is_compiled_anew(hits: Counter[str]) -> None:
     assert result(lambda x: x * 2.0 + 1.0) == (7.0, True)
     assert result(lambda x: x * 2.0 + 1.0) == (7.0, False)
     assert result(lambda x: x * 2.0 + 2.0) == (8.0, True)
-
-
-@pytest.mark.parametrize("changed", ["attention.py", "simd.py"])
-def test_a_changed_kernel_for_cpus_has_machine_code_of_its_own(
-    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from numba.core import config
-
-    monkeypatch.setattr(config, "CACHE_DIR", config.CACHE_DIR)
-    kernels = tmp_path / "cpu"
-    shutil.copytree(machine_code._FOLDER, kernels, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(machine_code, "_FOLDER", kernels)
-    folders = []
-    for _ in range(2):
-        machine_code.keep_machine_code(tmp_path / "kept")
-        folders.append(config.CACHE_DIR)
-        kernels.joinpath(changed).write_text(kernels.joinpath(changed).read_text() + "\n# another text\n")
-    assert len({*folders}) == 2 and all(Path(folder).is_relative_to(tmp_path) for folder in folders)
 
 
 def test_a_changed_part_of_a_program_has_executables_of_its_own(

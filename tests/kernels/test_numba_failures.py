@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -144,7 +143,7 @@ def test_a_step_in_which_xla_refuses_fails_by_name(refused: str) -> None:
     def kernel(frame_address: int) -> int:
         frame = (ctypes.c_int64 * 22).from_address(frame_address)
         if frame[1]:  # XLA asks for the version
-            return product.ctypes(frame_address)
+            return _C_FUNCTION(product.address)(frame_address)
         whole = frame[2]
         api = (ctypes.c_int64 * 24)(*(ctypes.c_int64 * 24).from_address(whole))
         create = _C_FUNCTION(api[6])
@@ -161,7 +160,7 @@ def test_a_step_in_which_xla_refuses_fails_by_name(refused: str) -> None:
         api[index] = ctypes.cast(entry, ctypes.c_void_p).value or 0
         frame[2] = ctypes.addressof(api)
         try:
-            return product.ctypes(frame_address)
+            return _C_FUNCTION(product.address)(frame_address)
         finally:
             frame[2] = whole
 
@@ -183,16 +182,13 @@ def test_a_numba_without_the_parts_that_are_used_is_passed_over(monkeypatch: pyt
     assert "install that of constraints.txt" in (machine_code.missing() or "")
 
 
-def test_a_numba_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_numba_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise TypingError("\x1b[1mno such thing\x1b[0m")
 
     monkeypatch.setattr("numba.cfunc", refuse)
-    (tmp_path / "kept").touch()
-    for compile_it in (machine_code._compile, lambda f, keep: machine_code._compile_kept(f, str(tmp_path))):
-        with pytest.raises(KernelsUnavailable, match="cannot compile the kernels for CPUs: no such thing.* to xla"):
-            compile_it(lambda frame: 0, keep=True)
-    assert (tmp_path / "kept").exists(), "machine code of other kernels stays"
+    with pytest.raises(KernelsUnavailable, match="cannot compile the kernels for CPUs: no such thing.* to xla"):
+        machine_code._compile(lambda frame: 0)
 
 
 def test_auto_takes_xla_where_numba_cannot_compile(
@@ -205,7 +201,7 @@ def test_auto_takes_xla_where_numba_cannot_compile(
 
     monkeypatch.setattr("numba.cfunc", refuse)
     monkeypatch.setattr(machine_code, "_register", machine_code._register.__wrapped__)
-    monkeypatch.setattr("numba.core.config.CACHE_DIR", "")
+    monkeypatch.setattr(machine_code, "_KEPT", machine_code._Kept())
     use, device = MatmulUse(dtype="float32", num_devices=1), jax.devices("cpu")[0]
     assert choose(MATMUL, Config(), (use,), device).name == "xla"
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -6,6 +6,7 @@ names but what every start does first.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -56,7 +57,7 @@ json.dump(
     {
         "tokens": [result.token_ids for [result] in run(engine, asked)],
         "traced": sorted(set(calls)),
-        "read": [sum(compiled.cache_hits for compiled in held), len(held)],
+        "read": [code.read for code in held],
     },
     sys.stdout,
 )
@@ -114,24 +115,24 @@ def test_stored_executables_find_machine_code_though_nothing_was_traced(
 ) -> None:
     assert second["traced"] == []
     assert second["tokens"] == first["tokens"]
-    assert second["read"] == [2, 2]
+    assert second["read"] == [True, True]
 
 
 def test_what_no_start_has_used_for_a_month_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of former kernels. A start marks its own directory, so that processes of other versions leave it alone."""
-    config = pytest.importorskip("numba.core.config")
-    monkeypatch.setattr(config, "CACHE_DIR", config.CACHE_DIR)
+    monkeypatch.setattr(machine_code, "_KEPT", machine_code._Kept())
     machine_code.keep_machine_code(tmp_path)
     [mine] = (tmp_path / "machine_code").iterdir()
+    assert not machine_code.is_kept()
     names = {"long-ago": 1.01, "lately": 0.99, mine.name: 5.0}
     for name, share in names.items():
-        (mine.parent / name / "of-one-checkout").mkdir(parents=True)
-        (mine.parent / name / "of-one-checkout" / "matmul.nbi").write_bytes(b"index")
+        (mine.parent / name).mkdir(exist_ok=True)
+        (mine.parent / name / "matmul_float32-of-one-processor").write_bytes(b"code")
         read_s = time.time() - share * 30 * 86400
         os.utime(mine.parent / name, (read_s, read_s))
     machine_code.keep_machine_code(tmp_path)
     assert {path.name for path in mine.parent.iterdir()} == {"lately", mine.name}
-    assert (mine / "of-one-checkout" / "matmul.nbi").exists()
+    assert machine_code.is_kept()
     assert mine.stat().st_mtime > (mine.parent / "lately").stat().st_mtime, "it is marked"
     assert machine_code._UNUSED_S == store._UNUSED_S, "as long as executables"
 
@@ -142,7 +143,7 @@ sys.path.insert(0, sys.argv[2])
 import small
 sys.modules["jaxserve.kernels.cpu.matmul"] = small
 """
-# Numba writes to a file of another name, and gives it its own with `os.replace`.
+# A file is written under another name, and gets its own with `os.replace`.
 _FULL = """
 import errno, os
 def refuse(*paths): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -154,13 +155,16 @@ import errno, os, tempfile
 def refuse(*args, **kwargs): raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 tempfile.TemporaryFile = refuse
 """
-# As above, but found out when the folder has been taken already: Numba then tries folders of its own choice, too.
+# As above, but found out when the folder has been taken already.
 _READ_ONLY_LATER = """
 import sys
 from pathlib import Path
 from jaxserve.kernels.cpu import machine_code
 machine_code.keep_machine_code(Path(sys.argv[1]))
 machine_code.keep_machine_code = lambda folder: None
+import errno, os, tempfile
+def refuse(*args, **kwargs): raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+tempfile.NamedTemporaryFile = refuse
 """
 
 
@@ -178,35 +182,49 @@ def provide(tmp_path: Path, script: str) -> subprocess.CompletedProcess[str]:
 
 def kept(tmp_path: Path) -> dict[Path, int]:
     """Files of machine code, and when each was written."""
-    return {path: path.stat().st_mtime_ns for path in (tmp_path / "machine_code").rglob("*.nb[ic]")}
+    return {path: path.stat().st_mtime_ns for path in (tmp_path / "machine_code").glob("*/*")}
 
 
 def test_damaged_machine_code_is_made_again(tmp_path: Path) -> None:
-    """As after a full disk: files of the right names that end too early."""
+    """As after a full disk, or of a disk that changes bits: LLVM would end the process."""
     provide(tmp_path, "")
     written = kept(tmp_path)
-    assert len(written) == 4, "an index and the code, of two kernels"
-    for of, suffix in (("float32", "nbc"), ("bfloat16", "nbi")):
-        [damaged] = (path for path in written if of in path.name and path.suffix == f".{suffix}")
-        damaged.write_bytes(damaged.read_bytes()[:100])
-    provide(tmp_path, "")
+    assert len(written) == 2
+    short, changed = sorted(written)
+    data = short.read_bytes(), bytearray(changed.read_bytes())
+    short.write_bytes(data[0][:100])
+    data[1][len(data[1]) // 2] ^= 1
+    changed.write_bytes(data[1])
+    ended = provide(tmp_path, "")
+    assert ended.stderr.count("cannot be read, and is made anew") == 2, ended.stderr
     made_again = kept(tmp_path)
-    assert made_again.keys() == written.keys() and all(path.stat().st_size > 100 for path in made_again)
+    assert made_again.keys() == written.keys() and short.stat().st_size == len(data[0])
     provide(tmp_path, "")
     assert kept(tmp_path) == made_again, "it is read"
 
 
+def test_another_checkout_reads_the_same_machine_code(tmp_path: Path) -> None:
+    """Of equal text, whatever its place and its time."""
+    provide(tmp_path, "")
+    written = kept(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(machine_code._FOLDER, elsewhere, ignore=shutil.ignore_patterns("__pycache__"))
+    script = "from pathlib import Path\nfrom jaxserve.kernels.cpu import machine_code\n"
+    provide(tmp_path, script + f"machine_code._FOLDER = Path({str(elsewhere)!r})\n")
+    assert kept(tmp_path) == written
+    with open(elsewhere / "simd.py", "a") as file:
+        file.write("# changed\n")
+    provide(tmp_path, script + f"machine_code._FOLDER = Path({str(elsewhere)!r})\n")
+    assert len(kept(tmp_path)) == 4
+
+
 @pytest.mark.parametrize(
     ("hindrance", "text"),
-    [
-        (_FULL, "No space left on device"),
-        (_READ_ONLY, "Read-only file system"),
-        (_READ_ONLY_LATER + _READ_ONLY, "no locator available"),
-    ],
+    [(_FULL, "No space left on device"), (_READ_ONLY, "Read-only file system"), (_READ_ONLY_LATER, "Read-only")],
 )
 def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path, hindrance: str, text: str) -> None:
     """It costs time at each start, and one line of the log."""
     ended = provide(tmp_path, hindrance)
     assert ended.stderr.count("are compiled at each start") == 1, ended.stderr
     assert text in ended.stderr
-    assert not list(tmp_path.rglob("*.nb[ic]")), "nor beside the sources"
+    assert not kept(tmp_path)

@@ -6,14 +6,17 @@ Kernels are compiled with Numba, their machine code is kept on disk, and XLA is 
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import importlib
 import importlib.util
 import logging
 import os
+import pickle
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -33,6 +36,37 @@ _LOCK = threading.Lock()
 _UNUSED_S = 30 * 86400.0  # as long as `runtime.store` keeps executables that no start reads
 _INTERFACES = ("0.3", "0.4")  # of JAX 0.10 and 0.11: `call` reads their structures
 DTYPES = ("float32", "bfloat16")  # of weights and caches
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@dataclasses.dataclass(slots=True)
+class _Kept:
+    """Where machine code is kept: one place for the process, as XLA has one table of targets for it."""
+
+    folder: Path | None = None
+
+
+_KEPT = _Kept()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MachineCode:
+    """One kernel. `read`: from a file. `owner` must live as long as the `address` is used."""
+
+    address: int
+    read: bool
+    owner: Any
+
+    @classmethod
+    def of(cls, symbol: str, state: Any, *, read: bool) -> "MachineCode":
+        """From what Numba says of a compiled library."""
+        from numba.core.registry import cpu_target
+        from numba.core.runtime import rtsys
+
+        context = cpu_target.target_context
+        rtsys.initialize(context)  # the functions of Numba's that machine code names
+        library = context.codegen().unserialize_library(state)
+        return cls(address=library.get_pointer_to_function(symbol), read=read, owner=library)
 
 
 def missing() -> str | None:
@@ -64,24 +98,28 @@ def _interface_version() -> str:
 
 
 def keep_machine_code(directory: Path) -> None:
-    """Has Numba keep all it compiles from now on below this directory, apart for each version of the kernels.
+    """Has all that is compiled from now on kept below this directory, apart for each version of the kernels.
 
-    Where nothing can be written it is compiled at each start; the log says so.
+    Kernels are found by their text, not by their place: another checkout or environment with the same files reads
+    them, too. (Numba's own cache has a folder for each path of the source, and reading from it imports all of Numba's
+    compiler.) Where nothing can be written they are compiled at each start; the log says so.
     """
-    from numba.core import config
-
     digest = hashlib.sha256()
-    for path in sorted(_FOLDER.glob("*.py")):  # Numba itself looks at the file of the outermost function alone
+    for path in sorted(_FOLDER.glob("*.py")):  # a kernel calls functions of other files
         digest.update(path.read_bytes())
     kept = directory / "machine_code" / digest.hexdigest()[:16]
-    try:  # without a directory that it can write to Numba would take one beside the sources
+    try:
         kept.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=kept).close()
     except OSError as error:
-        logger.warning("Numba's kernels are compiled at each start, since %s cannot be written to: %s", kept, error)
+        _tell_unkept(kept, error)
         return
-    config.CACHE_DIR = str(kept)  # pyright: ignore[reportAttributeAccessIssue]
+    _KEPT.folder = kept
     _remove_unused(kept)
+
+
+def _tell_unkept(kept: Path, error: OSError) -> None:
+    logger.warning("Numba's kernels are compiled at each start, since %s cannot be written to: %s", kept, error)
 
 
 def _remove_unused(kept: Path) -> None:
@@ -95,10 +133,7 @@ def _remove_unused(kept: Path) -> None:
 
 def is_kept() -> bool:
     """Whether an earlier process has left machine code where `keep_machine_code` looks for it."""
-    from numba.core import config
-
-    kept = getattr(config, "CACHE_DIR", "")
-    return bool(kept) and any(Path(kept).rglob("*.nbi"))
+    return _KEPT.folder is not None and any(_KEPT.folder.iterdir())
 
 
 def provide(kernel: str, form: str) -> str:
@@ -114,53 +149,71 @@ def provide(kernel: str, form: str) -> str:
 
 
 @functools.cache  # XLA keeps only addresses: a registered function must live as long as the process
-def _register(kernel: str, form: str) -> tuple[str, Any]:
-    from numba.core import config
-
+def _register(kernel: str, form: str) -> tuple[str, "MachineCode"]:
     name = f"{kernel}_{form}"
-    function = getattr(importlib.import_module(f"jaxserve.kernels.cpu.{kernel}"), name)
-    kept = getattr(config, "CACHE_DIR", "")
-    compiled = _compile_kept(function, kept) if kept else _compile(function, keep=False)
-    address = jax.ffi.pycapsule(ctypes.cast(compiled.address, ctypes.c_void_p))
+    code = _read(name) or _make(kernel, name)
+    address = jax.ffi.pycapsule(ctypes.c_void_p(code.address))
     jax.ffi.register_ffi_target(f"jaxserve_{name}", address, platform="cpu")
-    return f"jaxserve_{name}", compiled
+    return f"jaxserve_{name}", code
 
 
-def _compile_kept(function: Callable[[Any], int], kept: str) -> Any:
-    """Reads machine code, or makes and writes it. A failed write costs time at the next start, and is no error."""
+def _path(name: str) -> Path | None:
+    """The file of a kernel: of one compiler and one processor."""
+    from numba.core.registry import cpu_target
+
+    if _KEPT.folder is None:
+        return None
+    versions = (sys.version, metadata.version("numba"), metadata.version("llvmlite"))
+    codegen = cpu_target.target_context.codegen()
+    key = hashlib.sha256(repr((versions, codegen.magic_tuple())).encode()).hexdigest()[:16]
+    return _KEPT.folder / f"{name}-{key}"
+
+
+def _read(name: str) -> "MachineCode | None":
+    """None where there is no file, or a damaged one, which is removed."""
+    path = _path(name)
+    if path is None or not path.exists():
+        return None
     try:
-        return _compile(function, keep=True)
-    except KernelsUnavailable:
-        raise
-    except OSError as error:
-        return _compile_unkept(function, kept, error)
-    except Exception as error:  # unpickling a damaged file may raise anything
-        logger.error("machine code in %s cannot be read, and is made anew: %s", kept, error)
-        shutil.rmtree(kept, ignore_errors=True)
-    try:
-        return _compile(function, keep=True)
-    except Exception as error:
-        return _compile_unkept(function, kept, error)
+        data = path.read_bytes()
+        digest, content = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        if hashlib.sha256(content).digest() != digest:  # LLVM ends the process for an object that is not whole
+            raise ValueError("it is not as it was written")
+        return MachineCode.of(*pickle.loads(content), read=True)
+    except Exception as error:  # whatever else Numba finds wrong
+        logger.error("machine code in %s cannot be read, and is made anew: %s", path, error)
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
 
 
-def _compile_unkept(function: Callable[[Any], int], kept: str, error: Exception) -> Any:
-    """Stops keeping machine code, with one warning: one kernel that is compiled twice is enough."""
-    from numba.core import config
+def _make(kernel: str, name: str) -> "MachineCode":
+    """Compiles and writes. A failed write costs time at the next start, and is no error."""
+    compiled = _compile(getattr(importlib.import_module(f"jaxserve.kernels.cpu.{kernel}"), name))
+    symbol, state = compiled.native_name, compiled._library.serialize_using_object_code()
+    if (path := _path(name)) is not None:
+        content = pickle.dumps((symbol, state))
+        part: Path | None = None
+        try:
+            with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+                part = Path(file.name)
+                file.write(hashlib.sha256(content).digest() + content)
+            os.replace(part, path)
+        except OSError as error:
+            _tell_unkept(path.parent, error)
+            _KEPT.folder = None  # one kernel that is compiled twice is enough
+            with contextlib.suppress(OSError):
+                if part is not None:
+                    part.unlink(missing_ok=True)
+    return MachineCode(address=compiled.address, read=False, owner=compiled)
 
-    logger.warning("Numba's kernels are compiled at each start, since %s cannot be written to: %s", kept, error)
-    config.CACHE_DIR = ""  # pyright: ignore[reportAttributeAccessIssue]
-    return _compile(function, keep=False)
 
-
-def _compile(function: Callable[[Any], int], *, keep: bool) -> Any:
+def _compile(function: Callable[[Any], int]) -> Any:
     from numba import cfunc, types
-    from numba.core.errors import NumbaError
 
-    # What is read from a file may be damaged, and raise anything; what is not, fails in Numba or LLVM.
-    failures = NumbaError if keep else Exception
     try:
-        return cfunc(types.intp(types.voidptr), cache=keep)(function)
-    except failures as error:
+        return cfunc(types.intp(types.voidptr))(function)
+    except Exception as error:  # of Numba or LLVM
         # Where colorama is installed, Numba colours its messages for a terminal.
         reason = re.sub(r"\x1b\[[\d;]*m", "", str(error))
         raise KernelsUnavailable(
