@@ -112,7 +112,7 @@ CHATS = [
 
 @pytest.mark.slow
 def test_the_demo_models_own_head_drafts_well() -> None:
-    """A Medusa head, by `auto`, which finds it. The floor is far below what the head reaches (the model card has it by task)."""
+    """A Medusa head, which `auto` finds. The floor is far below what it reaches (the model card has that by task)."""
     asked = [
         (f"<s><|user|>{text}<|end|><|assistant|>", SamplingParams(max_tokens=60, temperature=t, seed=3))
         for text in CHATS

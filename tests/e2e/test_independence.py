@@ -22,7 +22,7 @@ LONGEST = 200
 NUM = 12  # requests
 # With two decode buckets a request alone runs in another compiled step than one in a crowd, and moves between them as
 # its neighbours come and go; so it is with prompts. All are there from the start, or the larger one would stand in for
-# the other at first. Products left to `auto` may become XLA's, by the rates of this machine, which do not keep the bits.
+# the other at first. Products left to `auto` may become XLA's, by the rates of the machine, which do not keep the bits.
 ROOMY = {
     "model__dtype": "bfloat16",
     "model__max_len": LONGEST,
