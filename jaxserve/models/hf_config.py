@@ -39,15 +39,25 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_decoder": (None, False, True),
 }
 
+# Switches that published files of other families have, with the value at which they change nothing. A family that has
+# such a switch reads it.
+_OFF: dict[str, Any] = {
+    "is_llama_config": True,  # rotation by halves, as in `rope_interleaved`
+    "rope_interleaved": False,
+    "shared_expert_intermediate_size": 0,
+    "use_mrope": False,
+}
+
 # Fields of any config that change no logits: names and versions, training, ids and defaults of generation (read from
 # generation_config.json), how Hugging Face runs a model, the marks of tools that wrote the file, the sizes of
 # embeddings (read in `sentence_modules`), how weights are stored (read in `quantised`), and layers that draft.
 _INERT_NAMES = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _name_or_path architectures auto_map dtype
-    finetuning_task model_type name_or_path task_specific_params tokenizer_class torch_dtype transformers_version
+    _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled _name_or_path architectures
+    auto_map dtype finetuning_task model_type name_or_path task_specific_params tokenizer_class torch_dtype
+    transformers_version
 
     attention_dropout attn_pdrop classifier_dropout dropout embd_pdrop embedding_dropout gradient_checkpointing
-    hidden_dropout initializer_range resid_pdrop residual_dropout
+    hidden_dropout initializer_range neftune_noise_alpha resid_pdrop residual_dropout tokenizer_padding_side
 
     bos_token_id decoder_start_token_id eos_token_id forced_bos_token_id forced_eos_token_id pad_token_id sep_token_id
     bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
@@ -138,7 +148,8 @@ class HfConfig:
         """Raises CheckpointError with the fields that neither `get` nor `INERT` nor `inert` has named."""
         for table, more in self._tables.values():
             table.check_all_read(architecture, more)
-        unread = sorted(self._values.keys() - self._read - INERT - set(inert))
+        off = {name for name, value in _OFF.items() if name in self._values and self._values[name] == value}
+        unread = sorted(self._values.keys() - self._read - INERT - off - set(inert))
         if unread:
             said = ", ".join(f"{name} = {reprlib.repr(self._values[name])}" for name in unread)
             self.fail(

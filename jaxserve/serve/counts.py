@@ -66,7 +66,6 @@ HTTP_REASONS: Mapping[int, str] = {
 }
 
 
-_MOST_NAMES = 1000  # of ignored fields that are remembered: clients make up names
 _TENANT_REASONS = ("tenant_requests", "tenant_tokens", "tenant_concurrent_tokens")  # by `TenantLimited.limit`
 
 
@@ -125,15 +124,11 @@ class DoorCounts:
         """A call was refused or has failed."""
         self.refused[door, reason] += 1
 
-    def note_ignored(self, route: str, place: str, label: str, name: str) -> bool:
-        """A field of a request was ignored. `label` is of a closed list, `name` a client's word.
-
-        True for a name that was not seen at this place before; false from the thousandth name on.
-        """
+    def note_ignored(self, route: str, place: str, name: str) -> bool:
+        """A field of a request was ignored. `name` is of a closed list. True for the first of it at this place."""
         with self._ignored_lock:
-            key = (route, place, label)
+            key = (route, place, name)
             self.ignored[key] = self.ignored.get(key, 0) + 1
-            is_new = (place, name) not in self._ignored_names and len(self._ignored_names) < _MOST_NAMES
-            if is_new:
-                self._ignored_names.add((place, name))
+            is_new = (place, name) not in self._ignored_names
+            self._ignored_names.add((place, name))
             return is_new

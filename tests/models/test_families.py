@@ -757,6 +757,22 @@ def test_fields_that_change_results_are_refused_by_name(base: dict, changes: dic
         adapt(base, **changes)
 
 
+@pytest.mark.parametrize("base", [LLAMA_31_8B, QWEN3_06B, STARCODER2_3B])
+@pytest.mark.parametrize(
+    ("name", "off", "on"),
+    [
+        ("is_llama_config", True, False),
+        ("rope_interleaved", False, True),
+        ("shared_expert_intermediate_size", 0, 64),
+        ("use_mrope", False, True),
+    ],
+)
+def test_a_switch_that_is_off_stops_no_start(base: dict, name: str, off: object, on: object) -> None:
+    assert adapt(base, **{name: off}) == adapt(base)
+    with pytest.raises(CheckpointError, match=f"{name} = {on}: no reader"):
+        adapt(base, **{name: on})
+
+
 @pytest.mark.parametrize("name", hf_oracle.NAMES)
 def test_a_field_that_no_reader_knows_is_refused_by_name(name: str) -> None:
     """Every family has a fixture, as the next test says."""

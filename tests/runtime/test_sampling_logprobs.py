@@ -139,7 +139,7 @@ def test_the_state_is_updated_in_place_and_a_plain_greedy_batch_leaves_everythin
 
 @pytest.mark.slow
 def test_logits_spread_over_devices_give_the_same_and_are_not_gathered():
-    num_rows, vocab_size = 4, 4096
+    num_rows, vocab_size = 4, 32768
     state = init_sampling_state(8, vocab_size)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("model",))
     spread = NamedSharding(mesh, PartitionSpec(None, "model"))

@@ -6,7 +6,7 @@ other name is refused, since it could be an option. Within a message, a part, a 
 option but what the models declare, so every other name there is a mark. Tools, items and blocks that belong to a
 provider are left out of the prompt under the same rule, with their type as their name.
 
-A mark is ignored; each is named once in the log, and each use is counted under a closed list of names.
+A mark is ignored; each use is counted under a closed list of names, and each of these is named once in the log.
 """
 
 import enum
@@ -17,8 +17,6 @@ from typing import NamedTuple
 from jaxserve.serve.counts import OTHER, DoorCounts
 
 logger = logging.getLogger(__name__)
-
-_LONGEST = 80  # characters of a name that a client made up, in the log
 
 
 class Place(enum.StrEnum):
@@ -125,9 +123,12 @@ _KNOWN: Mapping[Place, frozenset[str]] = {
 
 
 def note(counts: DoorCounts, route: str, marks: Collection[Mark]) -> None:
-    """Counts the marks of one request, and names those in the log that this process has not seen before."""
+    """Counts the marks of one request, and names those in the log that this process has not seen before.
+
+    A name that is on no list is a client's own word, which no line of a log repeats: it is told as another field.
+    """
     for place, name in sorted(marks):
         label = name if name in _KNOWN[place] else OTHER
-        if counts.note_ignored(route, place, label, name):
-            shown = f"{name[:_LONGEST]!a}"
+        if counts.note_ignored(route, place, label):
+            shown = "a field that this server does not know" if label is OTHER else repr(name)
             logger.info("%s: %s of a %s is ignored: no answer depends on it here (said once)", route, shown, place)

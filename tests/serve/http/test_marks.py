@@ -286,9 +286,7 @@ def test_a_mark_is_named_once_and_counted_under_a_closed_list(caplog: pytest.Log
         ("/v1/chat/completions", "message", "other"): 3000,
         ("/v1/chat/completions", "part", "cache_control"): 3000,
     }
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == len(set(said)) == 1000
-    assert said[1].startswith("/v1/chat/completions: 'cache_control' of a part is ignored")
-    caplog.clear()
-    note(DoorCounts(), "/v1/messages", {Mark(Place.PART, "a\nforged line" + "x" * 999)})
-    assert len(caplog.text.splitlines()) <= 1 and len(caplog.text) < 300
+    assert [record.getMessage().partition(":")[2] for record in caplog.records] == [
+        " a field that this server does not know of a message is ignored: no answer depends on it here (said once)",
+        " 'cache_control' of a part is ignored: no answer depends on it here (said once)",
+    ], "a client's own words are in no line of a log"
