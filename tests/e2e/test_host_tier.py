@@ -53,7 +53,7 @@ def test_never_preempted_and_swapped_give_the_same_bits() -> None:
     engine = build("demo", **DEMO, **HOST)
     # Each request by itself, before the engine runs short.
     expected = one_by_one(engine, ASKED)
-    narrow(engine, FEW)
+    narrow(engine, 11)
     always_loads(engine)
     compiles = CompileCounter()
     for _ in range(2):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from whole import UNEVEN, build, run
+from whole import UNEVEN, build, run, travels
 
 from jaxserve.api import SamplingParams
 from jaxserve.engine import AnyEngine, Engine, EngineGroup
@@ -117,12 +117,6 @@ def compiled_texts(engine: AnyEngine) -> Iterator[tuple[str, str]]:
             yield "configure_row", executables.configure_row.as_text()
 
 
-def sizes_of(line: str) -> list[int]:
-    """Elements of every array that the instruction of a line yields."""
-    shapes = re.findall(r"\w+\[([\d,]*)\]", line.split(" = ")[1].split("(%")[0])
-    return [int(np.prod([int(d) for d in dims.split(",") if d])) for dims in shapes]
-
-
 def test_no_gathered_logits_and_no_copied_cache(checkpoint: Path) -> None:
     """What travels within a stage are hidden states and numbers per row; the cache is updated in place."""
     num_pages, kv_heads_per_device, devices = 200, 1, BOTH["parallel__tensor"]
@@ -130,21 +124,15 @@ def test_no_gathered_logits_and_no_copied_cache(checkpoint: Path) -> None:
     num_reduced: Counter[str] = Counter()
     for name, text in compiled_texts(engine_of(checkpoint, **BOTH)):
         assert "input_output_alias" in text, name
-        for line in text.splitlines():
-            found = re.search(
-                r" = .* (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|copy)(-start)?\(", line
-            )
-            if found is None:
-                continue
-            kind = found.group(1)
+        for kind, sizes in travels(text):
             if kind == "copy":
-                assert max(sizes_of(line)) < cache_size, f"{name}: {line}"
+                assert max(sizes) < cache_size, (name, sizes)
             elif kind == "all-gather":  # the best 20 of each device; logits have 256 columns
                 best = {rows * 20 * devices for rows in (8, 64)}
-                assert set(sizes_of(line)) <= best, f"{name} gathers more than candidates: {line}"
+                assert set(sizes) <= best, f"{name} gathers more than candidates: {sizes}"
             else:
-                assert kind == "all-reduce", f"{name}: {line}"
-                num_reduced[name] += max(sizes_of(line)) >= 8 * 48
+                assert kind == "all-reduce", (name, kind, sizes)
+                num_reduced[name] += max(sizes) >= 8 * 48
     # One sum for the embedding and two per layer; XLA may join some, and never adds any.
     assert 2 <= num_reduced["8x8"] <= 1 + 2 * UNEVEN["num_hidden_layers"], num_reduced
     assert not num_reduced["copy_pages"] and not num_reduced["configure_row"]

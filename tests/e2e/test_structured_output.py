@@ -133,7 +133,7 @@ def test_tokens_do_not_depend_on_neighbours_and_nothing_compiles(engine: Engine)
 
 def test_rows_with_masks_that_are_preempted_have_the_same_tokens(engine: Engine) -> None:
     """Over devices and stages: test_parallel.py."""
-    other = narrow(build("demo", **SIZES, sched__watermark=0.0, sched__growth=0.0), 34)
+    other = narrow(build("demo", **SIZES, sched__watermark=0.0, sched__growth=0.0), 16)
     assert _tokens(run(other, _crowd())) == _tokens(run(engine, _crowd()))
     assert scheduler(other).num_preemptions > 0
 
