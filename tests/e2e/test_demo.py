@@ -49,7 +49,7 @@ def llm() -> LLM:
 
 
 def test_every_task(llm: LLM) -> None:
-    accuracy = evaluate(llm, 64, seed=11)
+    accuracy = evaluate(llm, 20, seed=11)
     assert set(accuracy) == set(TASKS)
     assert not _shortfall(accuracy)
 
@@ -146,7 +146,7 @@ class _Demo(Served):
 @pytest.fixture(scope="module")
 def whole(llm: LLM) -> list[tuple[Item, str]]:
     """Items and their answers, before the engine is served."""
-    items = [item for task in TASKS for item in held_out_items(task, 10, seed=14)]
+    items = [item for task in TASKS for item in held_out_items(task, 3, seed=14)]
     outputs = llm.chat([list(item.messages) for item in items], GREEDY, use_tqdm=False)
     return [(item, output.outputs[0].text) for item, output in zip(items, outputs, strict=True)]
 

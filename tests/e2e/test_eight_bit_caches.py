@@ -6,16 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole import FIXTURES, POOL, build, run, scheduler
+from whole import DEMO, FIXTURES, POOL, build, narrow, run, scheduler
 
 from jaxserve.api import SamplingParams
 from jaxserve.errors import CheckpointError, ConfigError
 
-PAGE = 16
-DEMO = {"model__max_len": 200, "cache__page_size": PAGE, "kernels__self_check": False}
-ROOMY = {"cache__num_pages": 60, "sched__max_step_tokens": 160, "runtime__token_buckets": [160]}
+PAGE = DEMO["cache__page_size"]
+# Steps that cut prompts otherwise.
+CUT = {
+    "sched__max_step_tokens": 11,
+    "runtime__token_buckets": [11],
+    "sched__watermark": 0.0,
+    "sched__growth": 0.0,
+}
 OPENING = "Once upon a time there was a little fox who lived near a river. Every morning the fox went to the river. "
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=2)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=2)
 FORKED = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=20, ignore_eos=True, logprobs=2)
 # Two that begin alike beyond a page, and one of two sequences whose last page is copied when they part.
 ASKED: list[tuple[Any, SamplingParams]] = [
@@ -35,16 +40,15 @@ def bits(engine: Any, asked: Any = ASKED) -> list[tuple]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_a_request_has_the_same_bits_whole_in_chunks_preempted_and_hit_by_prefix(dtype: str) -> None:
-    engine = build("demo", cache__dtype=dtype, **DEMO, **ROOMY)
+    engine = build("demo", cache__dtype=dtype, **DEMO)
     whole = [bits(engine, [one]) for one in ASKED]
     whole = [each for request in whole for each in request]
-    assert len(whole[0][0]) == 64
+    assert len(whole[0][0]) == 40
     hits = scheduler(engine).memory.num_hit_tokens
     assert bits(engine) == whole, "in a crowd, its prompts hit by prefix"
     assert scheduler(engine).memory.num_hit_tokens > hits
 
-    few = {"sched__watermark": 0.0, "sched__growth": 0.0, "cache__num_pages": 200 // PAGE + 4}
-    engine = build("demo", cache__dtype=dtype, **DEMO, **few, sched__max_step_tokens=11, runtime__token_buckets=[11])
+    engine = narrow(build("demo", cache__dtype=dtype, **DEMO, **CUT), 11)
     assert bits(engine) == whole
     assert scheduler(engine).num_preemptions > 0
 
@@ -52,8 +56,8 @@ def test_a_request_has_the_same_bits_whole_in_chunks_preempted_and_hit_by_prefix
 @pytest.mark.slow
 def test_heads_that_are_copied_take_their_scales_along() -> None:
     """Two key/value heads on four devices; the order of sums differs, so tokens are compared, not bits."""
-    one = build("demo", cache__dtype="int8", **DEMO, **ROOMY)
-    four = build("demo", cache__dtype="int8", **DEMO, **ROOMY, parallel__tensor=4)
+    one = build("demo", cache__dtype="int8", **DEMO)
+    four = build("demo", cache__dtype="int8", **DEMO, parallel__tensor=4)
     assert [ids for ids, _ in bits(four)] == [ids for ids, _ in bits(one)]
 
 
@@ -72,13 +76,8 @@ def test_groups_of_pages(tmp_path: Path) -> None:
     file = ranges(tmp_path / "ranges.json", 3, 2)
     asked = [([i % 90 + 3 for i in range(5, 85)], GREEDY), ([7, 8, 9], GREEDY)]
     settings = POOL | {"cache__dtype": "int8", "cache__scales": file, "runtime__batch_invariant": True}
-    whole = build(FIXTURES / "gemma2", **settings, sched__max_step_tokens=160, runtime__token_buckets=[160])
-    cut = build(
-        FIXTURES / "gemma2",
-        **settings | {"cache__num_pages": 24},
-        sched__max_step_tokens=11,
-        runtime__token_buckets=[11],
-    )
+    whole = build(FIXTURES / "gemma2", **settings)
+    cut = narrow(build(FIXTURES / "gemma2", **settings, **CUT), 24)
     assert bits(cut, asked) == bits(whole, asked)
 
 

@@ -18,9 +18,9 @@ from jaxserve.kernels.xla_attention import XLA_ATTENTION
 from jaxserve.models import load_model
 from jaxserve.models.decoder import CachePlace
 
-PATH = FIXTURES / "qwen3"
-PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(0, 100, n)] for i, n in enumerate((1, 5, 33, 100, 100))]
-PROMPTS.append(PROMPTS[3])  # twice, so that a prefix could be found
+PATH = FIXTURES / "llama"
+PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(0, 100, n)] for i, n in enumerate((1, 33, 100, 100))]
+PROMPTS.append(PROMPTS[2])  # twice, so that a prefix could be found
 PAGE = POOL["cache__page_size"]
 
 
@@ -37,10 +37,12 @@ def engine() -> Engine:
 def hidden_states() -> list[np.ndarray]:
     """[T, D] of one prompt at a time, in one piece, through the model and nothing else of the engine."""
     loaded = load_model(PATH, dtype="float32")
+    decoder, config = nnx.merge(loaded.graphdef, loaded.state), loaded.config
+    places = [CachePlace(group=0, slot=layer) for layer in range(config.num_layers)]
+    run = jax.jit(lambda d, c, t, b: d(t, c, (b,), places, XLA_ATTENTION))
     found = []
     for prompt in PROMPTS:
         num_tokens, num_pages = len(prompt), -(-len(prompt) // PAGE)
-        decoder, config = nnx.merge(loaded.graphdef, loaded.state), loaded.config
         caches = tuple(
             XLA_ATTENTION.init_cache(num_pages, PAGE, config.num_kv_heads, config.head_dim, jnp.float32)
             for _ in range(config.num_layers)
@@ -54,8 +56,6 @@ def hidden_states() -> list[np.ndarray]:
             page_size=PAGE,
             decode_only=False,
         )
-        places = [CachePlace(group=0, slot=layer) for layer in range(config.num_layers)]
-        run = jax.jit(lambda d, c, t, b, places=places: d(t, c, (b,), places, XLA_ATTENTION))
         hidden, _ = run(decoder, caches, jnp.asarray(prompt), batch)
         found.append(np.asarray(hidden, np.float64))
     return found
@@ -94,7 +94,7 @@ def check(found: list[list[float]], expected: list[np.ndarray]) -> None:
         assert len(got) == len(want)
         np.testing.assert_allclose(got, want, atol=1e-5)
         assert math.hypot(*got) == pytest.approx(1)
-    assert np.abs(expected[2] - expected[3]).max() > 0.05, "the prompts are too alike to show anything"
+    assert np.abs(expected[1] - expected[2]).max() > 0.05, "the prompts are too alike to show anything"
 
 
 @pytest.mark.slow

@@ -11,13 +11,13 @@ from whole import FIXTURES, POOL, build, run, scheduler
 from jaxserve.api import SamplingParams
 from jaxserve.engine import Engine
 
-# Plain; a window; normalised queries and keys; angles that grow with the length.
-QUICK = ("llama", "mistral_window", "qwen3", "llama_dynamic")
-# Families in which the engine does other things: positions in the scores, learned positions, experts, windows of some
-# layers, sinks. Those of tests/long.txt differ in the model alone, which tests/models/test_parity.py compares.
+# What the engine does otherwise: pages that are given back behind a window; groups of pages, since some layers have a
+# window, with sinks and experts; angles that grow with the length.
+KINDS = ("mistral_window", "gpt_oss", "llama_dynamic")
+# They differ in the model alone, which tests/models/test_parity.py compares, cut and through pages.
 FAMILIES = (
     *("bloom", "falcon_71_heads", "falcon_mqa", "falcon_new", "falcon_rw", "gemma", "gemma2", "gemma3", "gpt2"),
-    *("gpt_oss", "mixtral", "mpt", "olmo2", "opt", "opt_350m", "phi", "phi3", "qwen2_moe", "qwen3_moe", "starcoder2"),
+    *("mixtral", "mpt", "olmo2", "opt", "opt_350m", "phi", "phi3", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"),
 )
 # The whole engine over devices: devices of a layer, and parts of its experts.
 CUT = {"olmo2": (4, 1), "qwen2_moe": (8, 8)}
@@ -50,11 +50,20 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
 
 
-@pytest.mark.parametrize("name", [*QUICK, *_SLOW])
+@pytest.mark.parametrize("name", ["llama", *_SLOW])
 def test_tokens_and_logprobs_equal_transformers(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_that_differ_in_the_model_alone(name: str) -> None:
+    check(name)
+
+
+def check(name: str) -> None:
     engine = _engine(name, page_size=16)
     answers = _answers(name)
 
@@ -75,7 +84,7 @@ def test_tokens_and_logprobs_equal_transformers(name: str) -> None:
             assert lower <= entry.rank <= upper, "beyond what near ties explain"
 
     # Mixed requests at once, each prompt several times: chunked, preempted, hit by prefix, in a crowd
-    crowd = [answers[i % len(answers)] for i in range(32 if name in QUICK else 16)]
+    crowd = [answers[i % len(answers)] for i in range(16)]
     results = run(engine, [(prompt, GREEDY) for prompt, _, _ in crowd], stagger=1)
     for (prompt, _, greedy), [result] in zip(crowd, results, strict=True):
         assert result.token_ids == greedy, len(prompt)
@@ -83,11 +92,9 @@ def test_tokens_and_logprobs_equal_transformers(name: str) -> None:
     assert scheduler(engine).memory.num_hit_tokens > 0
 
 
-@pytest.mark.slow  # of the model alone, quick: tests/models/test_parity.py
-@pytest.mark.parametrize(("name", "page_size"), [("mistral_window", 128), ("llama", 1)])
-def test_other_page_sizes(name: str, page_size: int) -> None:
-    engine = _engine(name, page_size)
-    answers = _answers(name)
+@pytest.mark.slow  # of the model alone, quick, and pages of 128: tests/models/test_parity.py
+def test_pages_of_one_token() -> None:
+    engine, answers = _engine("llama", 1), _answers("llama")
     results = run(engine, [(prompt, GREEDY) for prompt, _, _ in answers * 2])
     for (_, _, greedy), [result] in zip(answers * 2, results, strict=True):
         assert result.token_ids == greedy

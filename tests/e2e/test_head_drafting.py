@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from test_speculation import Counting
-from whole import FIXTURES, POOL, Result, build, run, scheduler
+from whole import DEMO, FIXTURES, POOL, Result, build, run, scheduler
 
 from jaxserve.api import SamplingParams
 
@@ -112,14 +112,15 @@ CHATS = [
 
 @pytest.mark.slow
 def test_the_demo_models_own_head_drafts_well() -> None:
-    """By `auto`, which finds it. The floor is far below what the head reaches (the model card has it by task)."""
+    """A Medusa head, which `auto` finds. The floor is far below what it reaches (the model card has that by task)."""
     asked = [
         (f"<s><|user|>{text}<|end|><|assistant|>", SamplingParams(max_tokens=60, temperature=t, seed=3))
         for text in CHATS
         for t in (0.0, 0.8)
     ]
-    plain = [r[0].token_ids for r in run(build("demo"), asked)]
-    engine = build("demo", speculation__method="auto", speculation__adaptive=False, runtime__background_buckets=False)
+    plain = [r[0].token_ids for r in run(build("demo", **DEMO), asked)]
+    auto = {"speculation__method": "auto", "speculation__adaptive": False, "runtime__background_buckets": False}
+    engine = build("demo", **DEMO, **auto)
     counting = engine._runner = Counting(engine._runner)
     assert [r[0].token_ids for r in run(engine, asked)] == plain
     assert counting.accepted > 0.2 * counting.drafted > 20, (counting.accepted, counting.drafted)

@@ -14,7 +14,7 @@ from jaxserve.sched.host_tier import HostTier
 
 PAGE = DEMO["cache__page_size"]
 OPENING = "Once upon a time there was a little fox who lived near a river. Every morning the fox went to the river. "
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=1)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
 DRAWN = SamplingParams(temperature=0.9, seed=5, n=2, max_tokens=24, ignore_eos=True, logprobs=1)
 # Pages of one sequence of full length and few more, so that each takes the pages of the one before.
 FEW = 200 // PAGE + 4
@@ -50,9 +50,10 @@ def tier(engine: AnyEngine) -> HostTier:
 
 def test_never_preempted_and_swapped_give_the_same_bits() -> None:
     """Computed again does, too: `test_independence`."""
-    # Each request by itself on an engine that never runs short.
-    expected = one_by_one(build("demo", **DEMO), ASKED)
-    engine = narrow(build("demo", **DEMO, **HOST), FEW)
+    engine = build("demo", **DEMO, **HOST)
+    # Each request by itself, before the engine runs short.
+    expected = one_by_one(engine, ASKED)
+    narrow(engine, 11)
     always_loads(engine)
     compiles = CompileCounter()
     for _ in range(2):
@@ -118,8 +119,9 @@ def test_groups_of_pages() -> None:
     """Layers with a window give pages back; the tier has pages of each group by itself."""
     asked = [([3 + (i * k) % 80 for i in range(70 + 16 * k)], GREEDY) for k in range(1, 5)]
     settings = POOL | {"cache__num_pages": 160}
-    expected = one_by_one(build(FIXTURES / "gemma2", **settings), asked)
-    engine = narrow(build(FIXTURES / "gemma2", **settings, **HOST), 40)
+    engine = build(FIXTURES / "gemma2", **settings, **HOST)
+    expected = one_by_one(engine, asked)
+    narrow(engine, 40)
     always_loads(engine)
     for _ in range(2):
         assert one_by_one(engine, asked) == expected

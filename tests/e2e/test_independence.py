@@ -2,33 +2,38 @@
 the bits of its log-probabilities.
 
 The demo model, greedy and seeded sampling with penalties, each request alone in a roomy engine first; then the same
-requests through engines that disturb them in one way each.
+requests through engines that disturb them in one way each. In bfloat16, where another order of additions shows soonest;
+in float32 `test_speculation` has the bits of steps of many shapes.
 """
 
 import random
 
 import pytest
-from whole import FIXTURES, POOL, Result, build, run, scheduler
+from whole import FIXTURES, POOL, Result, build, narrow, run, scheduler
 
 from jaxserve.api import SamplingParams
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
 
+pytestmark = pytest.mark.slow  # quick, in steps of fewer shapes: test_host_tier.py
+
 PAGE = 16
 LONGEST = 200
 NUM = 12  # requests
 # With two decode buckets a request alone runs in another compiled step than one in a crowd, and moves between them as
-# its neighbours come and go. Both are there from the start, or the larger one would stand in for the other at first.
+# its neighbours come and go; so it is with prompts. All are there from the start, or the larger one would stand in for
+# the other at first. Products left to `auto` may become XLA's, by the rates of the machine, which do not keep the bits.
 ROOMY = {
+    "model__dtype": "bfloat16",
     "model__max_len": LONGEST,
     "cache__page_size": PAGE,
     "cache__num_pages": 200,
+    "runtime__token_buckets": [11, 40],
     "runtime__row_buckets": [1, 8],
     "runtime__background_buckets": False,
     "runtime__batch_invariant": True,
+    "kernels__matmul": "numba_cpu",
 }
-# Left to `auto`, products in bfloat16 may become XLA's, by the rates of this machine, which do not keep the bits.
-KERNELS = {"kernels__matmul": "numba_cpu"}
 
 
 def _requests(num: int = NUM) -> list[tuple[str, SamplingParams]]:
@@ -57,15 +62,9 @@ def quick_engines() -> None:
     """None: without optimisations the last bits of a log-probability follow the shape of the step."""
 
 
-@pytest.fixture(scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    """In bfloat16 another order of additions shows soonest."""
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def roomy(dtype: str) -> Engine:
-    return build("demo", model__dtype=dtype, **ROOMY, **KERNELS)
+def roomy() -> Engine:
+    return build("demo", **ROOMY)
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +86,10 @@ def _results(engine: Engine, order: list[int] | None = None, stagger: int = 0) -
     return [by_request[i] for i in range(len(asked))]
 
 
-def _tokens(engine: Engine) -> list[list[int]]:
-    return [result.token_ids for result in _results(engine)]
-
-
 def _bits(results: list[Result]) -> list[tuple]:
     return [(result.token_ids, result.logprobs) for result in results]
 
 
-@pytest.mark.slow
 def test_sampled_requests_differ_from_greedy_ones(alone: list[list[int]]) -> None:
     assert len({tuple(t) for t in alone}) > 8, "the requests are too alike to show anything"
 
@@ -111,35 +105,17 @@ def test_in_a_crowd_that_trickles_in_another_order(roomy: Engine, alone_results:
     assert scheduler(roomy).memory.num_hit_tokens > 0
 
 
-def test_cut_preempted_and_hit_by_prefix(dtype: str, alone_results: list[Result]) -> None:
-    engine = build(
-        "demo",
-        cache__page_size=PAGE,
-        cache__num_pages=LONGEST // PAGE + 2,
-        **KERNELS,
-        model__dtype=dtype,
-        model__max_len=LONGEST,
-        sched__max_step_tokens=11,
-        sched__watermark=0.0,
-        sched__growth=0.0,
-        runtime__token_buckets=[11],
-    )
+def test_cut_preempted_and_hit_by_prefix(alone_results: list[Result]) -> None:
+    # The steps of the roomy engine, of which it has no others.
+    few = {"runtime__token_buckets": [11], "sched__max_step_tokens": 11, "sched__watermark": 0.0, "sched__growth": 0.0}
+    engine = narrow(build("demo", **(ROOMY | few)), LONGEST // PAGE + 2)
     assert _bits(_results(engine)) == _bits(alone_results)
     assert scheduler(engine).num_preemptions > 0
 
 
-@pytest.mark.slow
-def test_without_prefix_cache_and_with_other_pages(dtype: str, alone: list[list[int]]) -> None:
-    engine = build(
-        "demo",
-        cache__page_size=64,
-        cache__num_pages=64,
-        cache__prefix_caching=False,
-        **KERNELS,
-        model__dtype=dtype,
-        model__max_len=LONGEST,
-    )
-    assert _tokens(engine) == alone
+def test_without_prefix_cache(alone_results: list[Result]) -> None:
+    engine = build("demo", **ROOMY, cache__prefix_caching=False)
+    assert _bits(_results(engine)) == _bits(alone_results)
     assert scheduler(engine).memory.num_hit_tokens == 0
 
 
@@ -166,11 +142,9 @@ def test_an_engine_that_cannot_keep_the_bits_does_not_start() -> None:
         build("demo", runtime__batch_invariant=True, kernels__matmul="xla", kernels__paged_attention="xla")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_experts_give_a_row_the_same_bits_alone_and_in_a_crowd(name: str) -> None:
+def test_experts_give_a_row_the_same_bits_alone_and_in_a_crowd() -> None:
     """The crowd decides which rows an expert has beside it. Steps of other sizes: tests/models/test_experts.py."""
-    engine = build(FIXTURES / name, **POOL)
+    engine = build(FIXTURES / "qwen3_moe", **POOL)
     rng = random.Random(5)
     asked = []
     for seed in range(8):

@@ -55,7 +55,7 @@ def _mixed_requests(num: int, vocab_size: int) -> list[tuple[list[int], Sampling
     return asked
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_500_mixed_requests_compile_nothing(name: str) -> None:
     """Of experts, too, whichever of them the tokens choose."""
     engine = build(FIXTURES / name, **POOL)

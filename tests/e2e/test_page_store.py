@@ -13,10 +13,10 @@ from jaxserve.runtime.compile_events import CompileCounter
 
 PAGE = DEMO["cache__page_size"]
 HOST = {"cache__host_bytes": 32 << 20}
-FEW = 40  # pages
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+FEW = 16  # pages
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=1)
 # Together they have more pages than the device.
-ASKED: list[tuple[Any, SamplingParams]] = [([3 + (i * k) % 400 for i in range(100 + k)], GREEDY) for k in range(3, 9)]
+ASKED: list[tuple[Any, SamplingParams]] = [([3 + (i * k) % 400 for i in range(100 + k)], GREEDY) for k in range(3, 6)]
 
 
 def ask(engine: Any) -> tuple[list[tuple], int]:
@@ -87,7 +87,7 @@ def test_pages_of_another_size_are_other_pages(tmp_path: Path) -> None:
     first = patient(**store)
     answers, _ = ask(first)
     first.stop()
-    other = patient(**store, cache__page_size=32, cache__num_pages=FEW)
+    other = patient(**store, cache__page_size=32)
     again, found = ask(other)
     assert found == 0 and [ids for ids, _ in again] == [ids for ids, _ in answers]
     other.stop()
@@ -97,13 +97,13 @@ def test_pages_of_another_size_are_other_pages(tmp_path: Path) -> None:
 def test_two_builds_side_by_side_never_take_each_others_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = directory(tmp_path / "pages")
     found: list[int] = []
-    for version in ("1", "2", "1", "2"):
+    for version in ("1", "2", "1"):
         monkeypatch.setattr("jaxserve.assemble.__version__", version)
         engine = patient(**store)
         found.append(ask(engine)[1])
         leave(engine)
     full = sum((len(ids) - 1) // PAGE * PAGE for ids, _ in ASKED)
-    assert found == [0, 0, full, full]
+    assert found == [0, 0, full]
 
 
 @pytest.mark.slow
@@ -129,8 +129,8 @@ def test_a_connector_of_somebody_else_serves_two_engines_and_a_flush_reaches_it(
     second.start()
     control = CacheControl(second)
     assert control.flush(None).pages > 0 and not SHELVES["e2e"]
-    [state] = control.resize(20)
-    assert state.grantable == 20 and state.host and state.store
+    [state] = control.resize(14)
+    assert state.grantable == 14 and state.host and state.store
     second.stop()
     prefix = scheduler(second).memory.prefix
     assert prefix is not None and not prefix._by_page and compiles.count == started

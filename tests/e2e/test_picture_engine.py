@@ -60,7 +60,7 @@ def prompts(name: str) -> list[tuple[Prompt, list[int]]]:
         ("qwen2_vl", 1),
         pytest.param("qwen2_5_vl", 2, marks=pytest.mark.slow),
         pytest.param("qwen2_vl", 8, marks=pytest.mark.slow),
-        pytest.param("llava", 1, marks=pytest.mark.slow),
+        pytest.param("llava", 1, marks=pytest.mark.slow),  # quick, as the demo model: test_demo_vision.py
     ],
 )
 def test_tokens_equal_transformers(name: str, devices: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from whole import build, run
+from whole import DEMO, build, run
 
 from jaxserve.api import SamplingParams
 from jaxserve.assemble.quantise import quantise_checkpoint
@@ -41,7 +41,7 @@ def widened(directory: Path, target: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "method"), [("int8", "rtn"), ("int4", "gptq")])
+@pytest.mark.parametrize(("scheme", "method"), [("int4", "gptq"), ("int8", "rtn")])
 def test_tokens_are_those_of_the_widened_weights(scheme: str, method: str, tmp_path: Path) -> None:
     chat = [{"role": "user", "content": PROMPTS[0]}, {"role": "assistant", "content": "1467"}]
     data = tmp_path / "texts.jsonl"
@@ -54,7 +54,7 @@ def test_tokens_are_those_of_the_widened_weights(scheme: str, method: str, tmp_p
     floats = widened(tmp_path / "coded", tmp_path / "floats")
     tokens: list[Any] = []
     for path in (tmp_path / "coded", floats):
-        engine = build(str(path), model__max_len=128, cache__page_size=16, cache__num_pages=64)
+        engine = build(str(path), **DEMO)
         tokens.append([result.token_ids for [result] in run(engine, [(prompt, GREEDY) for prompt in PROMPTS])])
     assert tokens[0] == tokens[1]
     assert tokens[0][0], resolve_model_path("demo")

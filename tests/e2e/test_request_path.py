@@ -17,6 +17,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+from whole import DEMO, SMALL
 
 import jaxserve
 from jaxserve import LLM, SamplingParams
@@ -93,9 +94,8 @@ class Follower:
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    sizes = {"sched.max_rows": 8, "sched.max_step_tokens": 40}
-    shapes = {"runtime.token_buckets": [40], "runtime.row_buckets": [8]}
-    return LLM.from_config(None, overrides={"model.path": "demo", **sizes, **shapes}, progress=False)
+    sizes = {name.replace("__", "."): value for name, value in DEMO.items()}
+    return LLM.from_config(None, overrides={"model.path": "demo", **SMALL, **sizes}, progress=False)
 
 
 @pytest.fixture

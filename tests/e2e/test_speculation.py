@@ -10,16 +10,19 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from bad_drafters import OUTSIDE
 from whole import Result, build, run, scheduler
 
 from jaxserve.api import SamplingParams
 from jaxserve.sched import InFlight, Limits, Runner, StepPlan, StepResult
 
+pytestmark = pytest.mark.slow
+
 POOL = {"model__dtype": "float32", "model__max_len": 160, "cache__page_size": 16, "sched__growth": 0.0}
 NUM_PAGES = 14  # so few that rows are taken away in the middle of an answer
-# Prompts that repeat themselves, so that what followed before follows again; and one that does not.
+# One that repeats itself, so that what followed before follows again; and one that does not.
 STORY = "Once upon a time there was a fox. Once upon a time there was a fox. Once upon"
-PROMPTS = ["Spell wagon, spell wagon, spell", STORY, "Here is a list: flag:93, doll:95. What is doll?"]
+PROMPTS = [STORY, "Here is a list: flag:93, doll:95. What is doll?"]
 SCHEMA = {
     "type": "object",
     "properties": {"animal": {"enum": ["fox", "fish"]}, "number": {"type": "integer"}},
@@ -66,6 +69,7 @@ class Counting:
         self._inner = inner
         self.shapes: Counter[tuple[int, int]] = Counter()
         self.drafted = self.accepted = self.forced = 0
+        self.drafted_by_row: Counter[int] = Counter()
 
     @property
     def limits(self) -> Limits:
@@ -89,6 +93,7 @@ class _Counted:
                 self._to.forced += accepted
             else:
                 self._to.drafted += sum(one.drafted for one in rounds)
+                self._to.drafted_by_row[row] += sum(one.drafted for one in rounds)
                 self._to.accepted += accepted
         return result
 
@@ -114,14 +119,9 @@ def drafting(**settings: Any):
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"method": "ngram", "width": 4}, id="ngram", marks=pytest.mark.slow),
         pytest.param({"method": "suffix", "width": 4, "rounds": 3, "ngram_min": 1, "num_answers": 8}, id="suffix"),
-        pytest.param({"method": "none", "rounds": 5}, id="bursts", marks=pytest.mark.slow),
-        pytest.param({"method": "bad_drafters:make_noise", "width": 3}, id="noise", marks=pytest.mark.slow),
-        pytest.param({"method": "bad_drafters:make_outside", "width": 4}, id="no tokens", marks=pytest.mark.slow),
-        pytest.param(
-            {"method": "bad_drafters:make_stop", "width": 8, "rounds": 2}, id="ends of text", marks=pytest.mark.slow
-        ),
+        pytest.param({"method": "none", "rounds": 5}, id="bursts"),
+        pytest.param({"method": "bad_drafters:make_bad", "width": 5, "rounds": 2}, id="bad drafts"),
     ],
 )
 def test_tokens_are_those_of_one_token_a_step(settings: dict[str, Any], expected: list[list[tuple]]) -> None:
@@ -133,17 +133,17 @@ def test_tokens_are_those_of_one_token_a_step(settings: dict[str, Any], expected
     widest = settings.get("width", 1), settings.get("rounds", 1)
     assert counting.shapes[widest] > 20 and max(counting.shapes) == widest, counting.shapes
     assert widest[0] == 1 or counting.forced > 60, counting.forced
-    if settings["method"] in ("ngram", "suffix"):
-        assert counting.accepted > 80, counting.accepted
-    if settings["method"] == "bad_drafters:make_outside":
-        assert counting.drafted == 0
+    if settings["method"] == "suffix":
+        assert counting.accepted > 50, counting.accepted
+    if "bad_drafters" in settings["method"]:
+        assert [bool(counting.drafted_by_row[row]) for row in range(3)] == [row != OUTSIDE for row in range(3)]
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         pytest.param({"method": "suffix", "width": 4, "rounds": 3, "ngram_min": 1, "num_answers": 8}, id="suffix"),
-        pytest.param({"method": "grammar", "width": 8}, id="no drafter of the device", marks=pytest.mark.slow),
+        pytest.param({"method": "grammar", "width": 8}, id="no drafter of the device"),
     ],
 )
 def test_alone_a_grammar_saves_steps(settings: dict[str, Any], expected: list[list[tuple]]) -> None:
@@ -152,6 +152,6 @@ def test_alone_a_grammar_saves_steps(settings: dict[str, Any], expected: list[li
     at = [number for number, name in enumerate(n for n in OPTIONS for _ in PROMPTS) if name in WITH_GRAMMAR]
     for number in at:
         assert answers(run(engine, [ASKED[number]])) == [expected[number]]
-    assert counting.drafted == 0 and counting.forced > 100, (counting.drafted, counting.forced)
+    assert counting.drafted == 0 and counting.forced > 60, (counting.drafted, counting.forced)
     num_tokens = sum(len(tokens) for number in at for tokens, *_ in expected[number])
     assert sum(counting.shapes.values()) < 0.6 * num_tokens, (counting.shapes, num_tokens)

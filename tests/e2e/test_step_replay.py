@@ -34,8 +34,11 @@ SETTINGS = {
 
 
 CODES = {
-    "host memory": {"cache.host_bytes": 1 << 24, "cache.host_admission": "always"},
-    "int8-a8": {"model.quantization": "int8-a8"},
+    "int8-a8, host memory": {
+        "model.quantization": "int8-a8",
+        "cache.host_bytes": 1 << 24,
+        "cache.host_admission": "always",
+    },
     "int4-int8": {"model.quantization": "int4", "cache.dtype": "int8"},
     "int8-float8_e4m3fn": {"model.quantization": "int8", "cache.dtype": "float8_e4m3fn"},
 }

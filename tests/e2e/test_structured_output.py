@@ -9,7 +9,7 @@ import jax
 import pytest
 from structured_cases import check_text, schema
 from test_no_compile import CompileCounter
-from whole import Result, build, run, scheduler
+from whole import Result, build, narrow, run, scheduler
 
 from jaxserve.api import FinishReason, SamplingParams
 from jaxserve.engine import Engine
@@ -17,15 +17,25 @@ from jaxserve.engine.structured import RowMasks
 from jaxserve.errors import InvalidRequest
 from jaxserve.runtime.runner import MASK_SLOTS
 
+pytestmark = pytest.mark.slow  # quick, a form among other options: test_no_compile.py
+
 PROMPT = "Once upon a time there was a little fox"
 LARK = 'start: (verb " " noun) ~ 1..3\nverb: "sees" | "likes"\nnoun: "a " /[a-z]{3,5}/ ";"\n'
 
 
+# More rows than one launch of masks holds.
+SIZES = {
+    "model__max_len": 512,
+    "cache__num_pages": 400,
+    "cache__page_size": 16,
+    "sched__max_rows": MASK_SLOTS + 4,
+    "runtime__row_buckets": [MASK_SLOTS + 4],
+}
+
+
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    # More rows than one launch of masks holds.
-    return build("demo", model__max_len=512, cache__num_pages=400, cache__page_size=16, sched__max_rows=MASK_SLOTS + 4,
-                 runtime__row_buckets=[MASK_SLOTS + 4])  # fmt: skip
+    return build("demo", **SIZES)
 
 
 def hot(seed: int, max_tokens: int = 300, **form: object) -> SamplingParams:
@@ -46,12 +56,10 @@ def check_schemas(engine: Engine, numbers: Sequence[int]) -> int:
     return num_ended
 
 
-@pytest.mark.slow
 def test_a_sample_of_schemas(engine: Engine) -> None:
     assert check_schemas(engine, range(3, 200, 14)) >= 10
 
 
-@pytest.mark.slow
 def test_100_schemas(engine: Engine) -> None:
     assert check_schemas(engine, range(0, 200, 2)) >= 75
 
@@ -95,9 +103,10 @@ def test_every_other_form(engine: Engine) -> None:
 
 
 def _crowd() -> list[tuple[str, SamplingParams]]:
+    """18 of the 20 have masks: more than one launch holds."""
     asked = []
-    for i in range(24):
-        if i % 4 == 3:
+    for i in range(MASK_SLOTS + 4):
+        if i % 8 == 7:
             asked.append((f"{PROMPT} {i % 5}", SamplingParams(temperature=0.9, seed=i, max_tokens=16)))
         elif i % 4 == 2:
             allowed = list(range(20, 500))
@@ -111,7 +120,6 @@ def _tokens(results: list[list[Result]]) -> list[list[int]]:
     return [r.token_ids for [r] in results]
 
 
-@pytest.mark.slow
 def test_tokens_do_not_depend_on_neighbours_and_nothing_compiles(engine: Engine) -> None:
     counter = CompileCounter()
     jax.jit(lambda x: x * 5 + 1)(2.0)
@@ -123,29 +131,11 @@ def test_tokens_do_not_depend_on_neighbours_and_nothing_compiles(engine: Engine)
     assert counter.events == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "cut",
-    [
-        {"parallel__pipeline": 2, "parallel__tensor": 2, "parallel__microbatches": 3},
-        {
-            "cache__num_pages": 20,
-            "cache__page_size": 4,
-            "sched__max_step_tokens": 24,
-            "runtime__token_buckets": [24],
-            "sched__watermark": 0.0,
-            "sched__growth": 0.0,
-        },
-    ],
-    ids=["cut", "preempted"],
-)
-def test_a_cut_model_and_little_memory_give_the_same_tokens(engine: Engine, cut: dict[str, object]) -> None:
-    rows = {"runtime__row_buckets": [MASK_SLOTS + 4], "sched__max_rows": MASK_SLOTS + 4}
-    other = build("demo", model__max_len=64, **{"cache__num_pages": 200, "cache__page_size": 16, **rows, **cut})
-    expected = _tokens(run(engine, _crowd()))
-    assert _tokens(run(other, _crowd())) == expected
-    if "cache__num_pages" in cut:
-        assert scheduler(other).num_preemptions > 0
+def test_rows_with_masks_that_are_preempted_have_the_same_tokens(engine: Engine) -> None:
+    """Over devices and stages: test_parallel.py."""
+    other = narrow(build("demo", **SIZES, sched__watermark=0.0, sched__growth=0.0), 16)
+    assert _tokens(run(other, _crowd())) == _tokens(run(engine, _crowd()))
+    assert scheduler(other).num_preemptions > 0
 
 
 def test_a_bad_schema_is_refused_and_costs_nothing_else(engine: Engine) -> None:

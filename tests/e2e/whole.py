@@ -1,7 +1,9 @@
 """The whole engine on a real checkpoint, small enough for a test: what the end-to-end tests share."""
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +118,12 @@ def run(engine: AnyEngine, asked: Sequence[tuple[Prompt, SamplingParams]], *, st
         scheduler(replica).check()
         assert scheduler(replica).num_held_pages == 0
     return results
+
+
+def travels(text: str) -> Iterator[tuple[str, list[int]]]:
+    """Of optimised HLO: each exchange between devices and each copy, and the elements of every array that it yields."""
+    for line in text.splitlines():
+        kinds = r" = .* (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|copy)(-start)?\("
+        if found := re.search(kinds, line):
+            shapes = re.findall(r"\w+\[([\d,]*)\]", line.split(" = ")[1].split("(%")[0])
+            yield found.group(1), [prod(int(d) for d in dims.split(",") if d) for dims in shapes]
