@@ -15,7 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-pytest_plugins = ["suite.kept", "suite.garbage", "suite.order", "suite.failures", "suite.costs", "suite.reach", "suite.resumed"]
+pytest_plugins = [f"suite.{name}" for name in ("kept", "garbage", "order", "failures", "costs", "reach", "resumed")]
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

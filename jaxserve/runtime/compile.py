@@ -190,6 +190,12 @@ class Compiler:
     def _compile(self, job: Job) -> Compiled:
         lowered = self._lowered.pop(job.name, None) or self._trace(job)
         start = time.perf_counter()
+        program = ""
+        if self._store is not None:
+            program = _program_of(job, lowered.program)
+            if (found := self._store.load_same(job.name, program)) is not None:
+                seconds = lowered.seconds + time.perf_counter() - start
+                return self._describe(job, found, seconds, stored=True)
         hits = 0 if self._hits is None else self._hits.count
         with self._context():
             call = lowered.program.compile(compiler_options={**job.options})
@@ -202,7 +208,7 @@ class Compiler:
         seconds = lowered.seconds + time.perf_counter() - start
         # XLA:CPU cannot write an executable again that it has read from JAX's cache: the file would lack its functions.
         if self._store is not None and self._hits is not None and self._hits.count == hits:
-            self._store.save(job.name, built)
+            self._store.save(job.name, built, program)
         return self._describe(job, built, seconds, stored=False)
 
     def _describe(self, job: Job, built: Stored, seconds: float, *, stored: bool) -> Compiled:
@@ -219,6 +225,13 @@ class Compiler:
         if self._mesh is None:
             return contextlib.nullcontext()
         return jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh)
+
+
+def _program_of(job: Job, lowered: jax.stages.Lowered) -> str:
+    """All that the executable follows from: the program, flags, and the form of what it is called with and returns."""
+    return "\0".join(
+        [lowered.as_text(), repr(sorted(job.options.items())), repr(lowered.in_tree), repr(lowered.out_tree)]
+    )
 
 
 class _CacheHits:

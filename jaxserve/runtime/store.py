@@ -5,6 +5,9 @@ covers everything that determines the program: the source text of all traced cod
 XLA, the processor, and all shapes. It leaves out which devices of a kind run the program: executables that were
 compiled for one replica are loaded for the others, too.
 
+After a change of the source a step is lowered, and the store then finds it by its program, where that is still the
+same: most changes change few programs. Such a file gets another name (a link), by which it is found from then on.
+
 As with JAX's cache, anyone who can write to the directory can run code in this process.
 """
 
@@ -77,13 +80,13 @@ class ExecutableStore:
         self._told = False
         self._memory: dict[str, bytes] = {}
         self._locks: collections.defaultdict[str, threading.Lock] = collections.defaultdict(threading.Lock)
-        self.digest = _digest(devices, self._facts)
+        self.digest = _digest(devices, [_source_digest(), *self._facts])
 
     def on(self, devices: list[jax.Device]) -> "ExecutableStore":  # pyright: ignore[reportInvalidTypeForm]
         """The same executables for another replica, whose devices are as many and of the same kind."""
         other = copy.copy(self)  # files, memory and locks are shared
         other._devices = devices
-        other.digest = _digest(devices, self._facts)
+        other.digest = _digest(devices, [_source_digest(), *self._facts])
         return other
 
     def building(self, name: str) -> threading.Lock:
@@ -111,19 +114,38 @@ class ExecutableStore:
             return None
         return stored
 
-    def save(self, name: str, built: Stored) -> None:
-        """Writes the file whole or not at all. If that fails, it is compiled at each start; the log says so once."""
+    def load_same(self, name: str, program: str) -> Stored | None:
+        """The executable of the same program, which another version of the source has made. From now on it is found by
+        its name, too. None where there is none, as for `load`."""
+        mine, other = self._file_name(name), self._program_name(program)
+        try:
+            if self._directory is None:
+                self._memory[mine] = self._memory[other]
+            else:
+                with contextlib.suppress(FileExistsError):
+                    os.link(self._directory / other, self._directory / mine)
+        except (KeyError, OSError):  # not there, or a file system without links
+            return None
+        return self.load(name)
+
+    def save(self, name: str, built: Stored, program: str) -> None:
+        """Writes the file whole or not at all. If that fails, it is compiled at each start; the log says so once.
+
+        `program`: all that the executable follows from beside versions, settings and devices (`load_same`).
+        """
         part: Path | None = None
         try:
             data = _packed(built, self._devices)
             if self._directory is None:
-                self._memory[self._file_name(name)] = data
+                self._memory[self._file_name(name)] = self._memory[self._program_name(program)] = data
                 return
             self._directory.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._directory, suffix=".part", delete=False) as file:
                 part = Path(file.name)
                 file.write(data)
             os.replace(part, self._path(name))
+            with contextlib.suppress(OSError):  # it is there already, or the file system has no links
+                os.link(self._path(name), self._directory / self._program_name(program))
             self._remove_old()
         except Exception as error:  # a full disk, or a backend that cannot write its executables
             if not self._told:
@@ -133,6 +155,9 @@ class ExecutableStore:
                 if part is not None:
                     part.unlink(missing_ok=True)
 
+    def _program_name(self, program: str) -> str:
+        return f"program-{_digest(self._devices, [program])}"
+
     def _file_name(self, name: str) -> str:
         return f"{name.replace(' ', '-')}-{self.digest}"
 
@@ -141,24 +166,48 @@ class ExecutableStore:
         return self._directory / self._file_name(name)
 
     def _forget(self, name: str) -> None:
+        """Under all its names, since all have the same content."""
         if self._directory is None:
-            self._memory.pop(self._file_name(name), None)
+            data = self._memory.get(self._file_name(name))
+            self._memory = {other: kept for other, kept in self._memory.items() if kept is not data}
         else:
-            self._path(name).unlink(missing_ok=True)
+            number = self._path(name).stat().st_ino
+            for file in self._files():
+                if file.number == number:
+                    file.remove()
 
-    def _remove_old(self) -> None:
-        """Removes files that no start has read for long, then the oldest above the limit; none of this program."""
-        found: list[tuple[float, int, Path]] = []
+    def _files(self) -> "list[_File]":
+        """Those of the directory, each with all its names."""
         assert self._directory is not None
+        found: dict[int, _File] = {}
         for path in self._directory.iterdir():
             with contextlib.suppress(FileNotFoundError):  # another process was faster
                 status = path.stat()
-                found.append((status.st_mtime, status.st_size, path))
-        excess = sum(size for _, size, _ in found) - self._max_bytes
-        for read_s, size, path in sorted(found):
-            if read_s < time.time() - _UNUSED_S or (excess > 0 and not path.name.endswith(self.digest)):
-                path.unlink(missing_ok=True)
-                excess -= size
+                file = _File(read_s=status.st_mtime, size=status.st_size, number=status.st_ino, paths=[])
+                found.setdefault(status.st_ino, file).paths.append(path)
+        return sorted(found.values())
+
+    def _remove_old(self) -> None:
+        """Removes files that no start has read for long, then the oldest above the limit; none of this program."""
+        files = self._files()
+        excess = sum(file.size for file in files) - self._max_bytes
+        for file in files:
+            mine = any(path.name.endswith(self.digest) for path in file.paths)
+            if file.read_s < time.time() - _UNUSED_S or (excess > 0 and not mine):
+                file.remove()
+                excess -= file.size
+
+
+@dataclasses.dataclass(order=True)
+class _File:
+    read_s: float
+    size: int
+    number: int
+    paths: list[Path]
+
+    def remove(self) -> None:
+        for path in self.paths:
+            path.unlink(missing_ok=True)
 
 
 def _packed(built: Stored, devices: list[jax.Device]) -> bytes:  # pyright: ignore[reportInvalidTypeForm]
@@ -227,7 +276,6 @@ def _surroundings(devices: list[jax.Device]) -> list[str]:  # pyright: ignore[re
     place = [d.id for d in devices] if first.platform == "tpu" and len(devices) > 1 else len(devices)
     settings = {k: v for k, v in jax.config.values.items() if "cache" not in k and k not in _SAME_PROGRAMS}
     return [
-        _source_digest(),
         *(f"{name} {_version(name)}" for name in _VERSIONS),
         sys.version,
         f"{first.device_kind} {first.client.platform_version} {place} of {jax.device_count()}",

@@ -68,7 +68,7 @@ def test_a_warm_start_lowers_nothing_and_a_damaged_file_is_told(
 ) -> None:
     settings = {"runtime__compile_cache": str(tmp_path), "runtime__background_buckets": False}
     _build(**settings)
-    files = sorted((tmp_path / "executables").iterdir())
+    files = sorted(path for path in (tmp_path / "executables").iterdir() if not path.name.startswith("program-"))
     assert len(files) == 9 and not [f for f in files if f.suffix == ".part"]
     lowered: list[str] = []
     trace = Compiler._trace

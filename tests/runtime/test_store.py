@@ -35,35 +35,58 @@ def jax_cache(tmp_path: Path) -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
-def make_job() -> Job:
+def make_job(rows: int = 64) -> Job:
     """Several fusions, so that the executable has functions of its own."""
 
     def fn() -> tuple[jax.Array, ...]:
-        return jnp.full((64, 3), 1.0), jnp.full((8, 3), 2.0), jnp.cumsum(jnp.arange(9.0)) @ jnp.ones(9)
+        return jnp.full((rows, 3), 1.0), jnp.full((8, 3), 2.0), jnp.cumsum(jnp.arange(9.0)) @ jnp.ones(9)
 
     return Job(name="made", fn=fn, args=(), donate=(), options={})
 
 
-def start(folder: Path, fact: str) -> tuple[bool, float]:
-    """A start: whether its executable came out of the store, and what that computes."""
+def start(folder: Path, fact: str, rows: int = 64) -> tuple[bool, float]:
+    """A start: whether its executable came out of the store, and what that computes. `fact` stands for the source."""
     store = ExecutableStore(folder, [fact], devices=jax.local_devices()[:1])
-    made = Compiler(None, store).build_one(make_job())
+    made = Compiler(None, store).build_one(make_job(rows))
     return made.stored, float(made.call()[-1])
 
 
 def test_a_second_start_takes_what_the_first_has_kept(tmp_path: Path) -> None:
     assert start(tmp_path, "a") == (False, 120.0)
     assert start(tmp_path, "a") == (True, 120.0)
-    assert start(tmp_path, "b") == (False, 120.0), "another key"
+    assert start(tmp_path, "b", rows=65) == (False, 120.0), "another program"
+
+
+def test_after_a_change_of_the_source_what_is_the_same_program_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowered: list[str] = []
+    trace = Compiler._trace
+    monkeypatch.setattr(Compiler, "_trace", lambda self, job: (lowered.append(job.name), trace(self, job))[1])
+    assert start(tmp_path, "a") == (False, 120.0)
+    size = sum(path.stat().st_size for path in {path.stat().st_ino: path for path in tmp_path.iterdir()}.values())
+    assert start(tmp_path, "b") == (True, 120.0) and lowered == ["made"] * 2
+    assert start(tmp_path, "b") == (True, 120.0) and lowered == ["made"] * 2, "by its new name, nothing is lowered"
+    assert {path.stat().st_size for path in tmp_path.iterdir()} == {size}
+    assert len({path.stat().st_ino for path in tmp_path.iterdir()}) == 1, "one file of three names"
+
+
+def test_a_damaged_file_is_damaged_under_all_its_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start(tmp_path, "a")
+    next(tmp_path.iterdir()).write_bytes(b"something else")
+    assert start(tmp_path, "b") == (False, 120.0)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert start(tmp_path, "a") == (True, 120.0), "it is that of b"
 
 
 @pytest.mark.usefixtures("jax_cache")
 def test_what_jax_had_cached_is_not_kept_a_second_time(tmp_path: Path) -> None:
     """Such a file could be read, and its executable would fail when it runs."""
     assert start(tmp_path, "a") == (False, 120.0)
+    for path in tmp_path.glob("*-*"):
+        path.unlink()
     for _ in range(3):
-        assert start(tmp_path, "b") == (False, 120.0), "JAX has the program"
-    assert start(tmp_path, "a") == (True, 120.0)
+        assert start(tmp_path, "a") == (False, 120.0), "JAX has the program"
 
 
 def test_a_full_disk_is_said_once_and_leaves_no_pieces(
@@ -99,7 +122,9 @@ def test_beyond_its_size_the_cache_loses_what_was_read_longest_ago(tmp_path: Pat
         os.utime(tmp_path / name, (1e9 + 1e9 - age, 4e9 - age))
     store = ExecutableStore(tmp_path, ["a"], devices=jax.local_devices()[:1], max_bytes=2_500_000)
     Compiler(None, store).build_one(make_job())
-    assert {path.name for path in tmp_path.iterdir()} == {"middle", "newest", f"made-{store.digest}"}
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("program-")}
+    assert left == {"middle", "newest", f"made-{store.digest}"}
     tight = ExecutableStore(tmp_path, ["b"], devices=jax.local_devices()[:1], max_bytes=0)
-    Compiler(None, tight).build_one(make_job())
-    assert [path.name for path in tmp_path.iterdir()] == [f"made-{tight.digest}"], "its own files it keeps"
+    Compiler(None, tight).build_one(make_job(65))
+    assert len({path.stat().st_ino for path in tmp_path.iterdir()}) == 1, "its own files it keeps"
+    assert (tmp_path / f"made-{tight.digest}").exists()
