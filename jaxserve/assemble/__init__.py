@@ -34,7 +34,7 @@ from jaxserve.config.schema import Config, DegradeConfig
 from jaxserve.engine import AnyEngine, EmbeddingRules, Engine, EngineGroup, ModelInfo, Reranker
 from jaxserve.engine.adapters import LoadedAdapters
 from jaxserve.engine.degrading import DegradeOptions
-from jaxserve.engine.interpreter import process_interpreter
+from jaxserve.engine.interpreter import collector_paused, process_interpreter
 from jaxserve.engine.lookup import LookupOptions
 from jaxserve.engine.restarting import RestartOptions
 from jaxserve.engine.step_deadlines import StepDeadlines
@@ -176,6 +176,7 @@ class Assembly:
         return loaded
 
 
+@collector_paused()  # a tenth of a start would be looking at what has just been made
 def assemble(
     resolved: ResolvedConfig,
     *,
