@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -212,7 +212,8 @@ def _compile(function: Callable[[Any], int]) -> Any:
     from numba import cfunc, types
 
     try:
-        return cfunc(types.intp(types.voidptr))(function)
+        with _inner_functions_unfinished(function.__qualname__):
+            return cfunc(types.intp(types.voidptr))(function)
     except Exception as error:  # of Numba or LLVM
         # Where colorama is installed, Numba colours its messages for a terminal.
         reason = re.sub(r"\x1b\[[\d;]*m", "", str(error))
@@ -220,3 +221,41 @@ def _compile(function: Callable[[Any], int]) -> Any:
             f"Numba {metadata.version('numba')} cannot compile the kernels for CPUs: {reason}; install the version of "
             "constraints.txt, or set kernels.paged_attention, kernels.matmul and kernels.grouped_matmul to xla"
         ) from error
+
+
+@contextlib.contextmanager
+def _inner_functions_unfinished(outermost: str) -> Iterator[None]:
+    """While a kernel is compiled, the functions that it calls are optimised to be linked into it, and no more.
+
+    By itself Numba also makes machine code of each, with one wrapper for Python and one for C: half of the time. They
+    cannot be called from Python then, and nothing does.
+    """
+    from numba.core.compiler_lock import global_compiler_lock
+    from numba.core.registry import cpu_target
+
+    context = cpu_target.target_context
+    make_wrapper = context.create_cfunc_wrapper
+
+    def link_only(library: Any, descriptor: Any, environment: Any) -> Callable[..., Any]:
+        def finish() -> None:
+            library._finalized = True
+
+        library._finalize_final_module = finish
+        return [].append  # Numba wants a C function, another for each, as its key
+
+    def wrap_outermost(library: Any, descriptor: Any, environment: Any, call_helper: Any) -> None:
+        if descriptor.qualname == outermost:
+            make_wrapper(library, descriptor, environment, call_helper)
+
+    replaced = {
+        "get_executable": link_only,
+        "create_cpython_wrapper": lambda *_, **__: None,
+        "create_cfunc_wrapper": wrap_outermost,
+    }
+    with global_compiler_lock:
+        vars(context).update(replaced)
+        try:
+            yield
+        finally:
+            for name in replaced:
+                delattr(context, name)
