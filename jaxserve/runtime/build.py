@@ -223,6 +223,8 @@ def build_runners(
         sizes = dataclasses.replace(sizes, pictures=pictures)
     if directory is not None and sizes.backend == "cpu" and machine_code.missing() is None:
         machine_code.keep_machine_code(directory)
+        if config.kernels.paged_attention in ("auto", "numba_cpu"):
+            machine_code.make_beside("attention", sizes.cache_dtype.name)
     progress.begin(_kernels_phase(sizes, directory))
     adapted = sizes.adapters is not None
     matmul = choose(MATMUL, config, matmul_uses(dtype, shapes[0].mesh, shapes[0].kept, adapters=adapted), device)

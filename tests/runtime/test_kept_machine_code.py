@@ -203,6 +203,26 @@ def test_damaged_machine_code_is_made_again(tmp_path: Path) -> None:
     assert kept(tmp_path) == made_again, "it is read"
 
 
+def test_a_second_kernel_is_made_by_another_process_meanwhile(tmp_path: Path) -> None:
+    """What that process cannot make, this one makes itself."""
+    prelude = _SMALL.replace("sys.argv[2]", repr(str(tmp_path / "source")))
+    script = f"""
+from pathlib import Path
+from jaxserve.kernels.cpu import machine_code
+machine_code._PROGRAM = {prelude!r} + "import json\\n" + machine_code._PROGRAM
+machine_code.keep_machine_code(Path(sys.argv[1]))
+for dtype in ("bfloat16", "float16"):
+    machine_code.make_beside("matmul", dtype)
+assert [*machine_code._KEPT.making] == ["matmul_bfloat16", "matmul_float16"]
+assert machine_code._KEPT.making["matmul_float16"].wait(), "there is no such kernel"
+assert machine_code._register("matmul", "bfloat16")[1].read
+machine_code.make_beside("matmul", "bfloat16")
+assert [*machine_code._KEPT.making] == ["matmul_float16"], "it is there"
+"""
+    provide(tmp_path, script)
+    assert len(kept(tmp_path)) == 2
+
+
 def test_another_checkout_reads_the_same_machine_code(tmp_path: Path) -> None:
     """Of equal text, whatever its place and its time."""
     provide(tmp_path, "")

@@ -11,11 +11,13 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import pickle
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -36,14 +38,22 @@ _LOCK = threading.Lock()
 _UNUSED_S = 30 * 86400.0  # as long as `runtime.store` keeps executables that no start reads
 _INTERFACES = ("0.3", "0.4")  # of JAX 0.10 and 0.11: `call` reads their structures
 DTYPES = ("float32", "bfloat16")  # of weights and caches
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from jaxserve.kernels.cpu import machine_code; machine_code.make_file(*sys.argv[2:])"
+)
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @dataclasses.dataclass(slots=True)
 class _Kept:
-    """Where machine code is kept: one place for the process, as XLA has one table of targets for it."""
+    """Where machine code is kept: one place for the process, as XLA has one table of targets for it.
+
+    `making`: processes that make files of kernels, by name.
+    """
 
     folder: Path | None = None
+    making: dict[str, "subprocess.Popen[bytes]"] = dataclasses.field(default_factory=dict)
 
 
 _KEPT = _Kept()
@@ -136,6 +146,29 @@ def is_kept() -> bool:
     return _KEPT.folder is not None and any(_KEPT.folder.iterdir())
 
 
+def make_beside(kernel: str, form: str) -> None:
+    """Has another process compile a kernel that `provide` will be asked for, where its file is not there yet.
+
+    Numba compiles one kernel at a time in a process, on one core.
+    """
+    name = f"{kernel}_{form}"
+    with _LOCK:
+        path = _path(name)
+        if path is None or path.exists() or name in _KEPT.making:
+            return
+        command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(path.parent), kernel, form]
+        with contextlib.suppress(OSError):  # then this process compiles it
+            _KEPT.making[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+
+
+def make_file(folder: str, kernel: str, form: str) -> None:
+    """The work of such a process. What it fails at, the process that waits for it does again, and tells."""
+    _KEPT.folder = Path(folder)
+    _make(kernel, f"{kernel}_{form}")
+
+
 def provide(kernel: str, form: str) -> str:
     """The name of a kernel's target for XLA. The first call compiles it (seconds), or reads it from its file.
 
@@ -151,6 +184,8 @@ def provide(kernel: str, form: str) -> str:
 @functools.cache  # XLA keeps only addresses: a registered function must live as long as the process
 def _register(kernel: str, form: str) -> tuple[str, "MachineCode"]:
     name = f"{kernel}_{form}"
+    if (beside := _KEPT.making.pop(name, None)) is not None:
+        beside.wait()
     code = _read(name) or _make(kernel, name)
     address = jax.ffi.pycapsule(ctypes.c_void_p(code.address))
     jax.ffi.register_ffi_target(f"jaxserve_{name}", address, platform="cpu")
