@@ -513,12 +513,19 @@ def build_devices(
     begin_s = time.perf_counter()
     progress.begin("looking for devices and at the checkpoint")
     first, *others = make_meshes(config.parallel, find_devices(config))
-    planned = _plan_stages(config, first)
+    planned = plan_stages(config, first)
     adapters = _load_adapters(config, planned[0].shapes, progress)  # a wrong one is found before the model is loaded
     tower = plan_pictures(config, planned[0].shapes.mesh, planned[0].shapes.dtype)
     planned_s = time.perf_counter()
     replicas = build_runners(
-        config, planned, others=others, tower=tower, progress=progress, say=logger.info, hooks=hooks
+        config,
+        planned,
+        others=others,
+        tower=tower,
+        progress=progress,
+        say=logger.info,
+        hooks=hooks,
+        apart="jaxserve.assemble.steps_apart",
     )
     stages = replicas[0].models
     num_params, num_bytes = (sum(getattr(stage, name) for stage in stages) for name in ("num_params", "num_bytes"))
@@ -583,7 +590,7 @@ def _new_weights(config: Config, built: Built, meshes: Sequence[Mesh], source: W
     """See `Device.new_weights`. Raises CheckpointError and ConfigError."""
     if isinstance(source, Mapping):
         return built.new_weights.from_arrays(source)
-    return built.new_weights.from_models(_plan_stages(_with_model(config, os.fspath(source)), meshes))
+    return built.new_weights.from_models(plan_stages(_with_model(config, os.fspath(source)), meshes))
 
 
 def _with_model(config: Config, directory: str) -> Config:
@@ -614,7 +621,7 @@ def _describe_weights(stages: Sequence[AbstractStage]) -> str:
     return f"{len(leaves)} arrays, checksum {zlib.crc32(' '.join(texts).encode()):08x}"
 
 
-def _plan_stages(config: Config, meshes: Sequence[Mesh]) -> list[PlannedModel]:
+def plan_stages(config: Config, meshes: Sequence[Mesh]) -> list[PlannedModel]:
     """The stages of one replica's pipeline, each for its own devices."""
     checkpoint = configured_checkpoint(config.model)
     ranges: list[range | None] = [None]

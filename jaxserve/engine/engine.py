@@ -732,10 +732,13 @@ class Engine:
             self._step_log.add(step.plan, done.result, times, limits=step.limits)
 
     def _set_working(self, working: bool) -> None:
-        if self._interpreter is None or self._working == working:
+        if self._working == working:
             return
         self._working = working
-        self._interpreter.begin() if working else self._interpreter.end()
+        if self._later is not None:
+            self._later.note_work(working)
+        if self._interpreter is not None:
+            self._interpreter.begin() if working else self._interpreter.end()
 
     def close(self) -> None:
         """Ends what works beside the loop, which has ended or was fenced. May be called again."""

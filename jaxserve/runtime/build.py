@@ -1,9 +1,9 @@
 """From a config to one ready runner per replica: sizes and memory first, then weights and executables at once.
 
-Compiling needs shapes alone, so the weights are read meanwhile; and the largest bucket of each kind holds every plan,
-so the others may come while the engine answers (`later`). Replicas are alike: the first one's weights are copied to the
-others' devices, and its executables are loaded there. Every derived value lives in the objects made here; nothing is
-written back into the config.
+Compiling needs shapes alone, so the weights are read meanwhile; and a few buckets hold every plan, so the others may
+come while the engine answers (`later`), from another process (`apart`). Replicas are alike: the first one's weights are
+copied to the others' devices, and its executables are loaded there. Every derived value lives in the objects made here;
+nothing is written back into the config.
 """
 
 import dataclasses
@@ -32,6 +32,7 @@ from jaxserve.models.sharding import TENSOR_PARALLEL, shardings_for, spec_for, s
 from jaxserve.models.tower_loading import PlannedTower
 from jaxserve.progress import Progress, Quiet
 from jaxserve.runtime.adapters import AdapterSizes, AdapterWriter, slot_shardings
+from jaxserve.runtime.apart import Orders, StepsApart, plain_settings
 from jaxserve.runtime.batch_invariance import check_kernels, check_steps, describe_invariance
 from jaxserve.runtime.canonical_pages import SlotForm, slot_form
 from jaxserve.runtime.compile import (
@@ -97,6 +98,9 @@ from jaxserve.runtime.xla_flags import compiler_options
 from jaxserve.sched.plan import Bucket
 
 logger = logging.getLogger(__name__)
+
+# Called after each step: its name, and the seconds that it took or its error.
+OnBuilt = Callable[[str, float | None, BaseException | None], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,13 +207,79 @@ def build_runners(
     progress: Progress = Quiet(),  # noqa: B008 (stateless)
     say: Callable[[str], None],
     hooks: BuildHooks = BuildHooks(),
+    apart: str | None = None,
 ) -> list[Built]:
     """Sizes the cache, reads the weights, compiles every executable and puts the state on the devices.
 
     `models` are the stages of a pipeline, most often one, on the devices of the first replica; `others` are the meshes
     of the same stages in each of the other replicas. Those on devices of other processes are built there. `tower`: of a
-    model that takes pictures. `say` gets the lines of the memory breakdown and the compile report. Raises CapacityError
-    for sizes that cannot fit, CheckpointError for weights that cannot be read.
+    model that takes pictures. `say` gets the lines of the memory breakdown and the compile report. `apart`: the module
+    by which another process compiles the steps that can wait (`StepsApart`), with `store_steps`; None: a thread does.
+    Raises CapacityError for sizes that cannot fit, CheckpointError for weights that cannot be read.
+    """
+    plan, models, forms = _make_plan(config, models, others, tower, progress, say, hooks, apart)
+    models, tower = [models[number] for number in plan.here], plan.tower
+    replicas = [[stage.devices for stage in plan.stages], *([meshes[n] for n in plan.here] for meshes in others)]
+    with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-weights") as reader:
+        begin_s = time.perf_counter()
+        progress.begin("loading weights and compiling steps")
+        loading = reader.submit(_load_all, models, others, tower)
+        parts = _compile_stages(plan, replicas, progress)
+        links = _make_links(plan, progress)
+        seconds = {"executables": time.perf_counter() - begin_s}
+        if not loading.done():
+            progress.begin("loading weights")
+        loaded, seconds["weights"] = loading.result()
+    progress.begin("placing the KV pages")
+    return [
+        _place(plan, found, links, one, of_tower, seconds, NewWeights(models, one, forms))
+        for found, (one, of_tower) in zip(zip(*parts, strict=True), loaded, strict=True)
+    ]
+
+
+def store_steps(
+    config: Config,
+    models: Sequence[PlannedModel],
+    *,
+    tower: TowerPlan | None,
+    orders: Orders,
+    tell: OnBuilt,
+) -> None:
+    """Compiles the steps of `orders` into the store, without weights: the work of a process beside the one that serves.
+
+    Raises ConfigError when the programs would not be those of that process.
+    """
+    config = config.model_copy(update={"kernels": config.kernels.model_copy(update={"self_check": False})})
+    plan, _, _ = _make_plan(config, models, (), tower, Quiet(), logger.debug, BuildHooks(), None, orders.total_bytes)
+    [stage] = plan.stages
+    store = _open_store(plan, stage, 1)
+    if store is None or store.digest != orders.digest:
+        raise ConfigError("the programs that would be compiled here are not those of the process that serves")
+    compiler = Compiler(stage.devices, store)
+    jobs = {job.name: job for job in _jobs(plan, stage, ())[0]}
+    for name in orders.names:
+        try:
+            made = compiler.build_one(jobs[name])
+        except Exception as error:  # the boundary of a step: the others may do
+            tell(name, None, error)
+        else:
+            tell(name, made.seconds, None)
+
+
+def _make_plan(
+    config: Config,
+    models: Sequence[PlannedModel],
+    others: Sequence[Sequence[Mesh]],
+    tower: TowerPlan | None,
+    progress: Progress,
+    say: Callable[[str], None],
+    hooks: BuildHooks,
+    apart: str | None,
+    total_bytes: int | None = None,
+) -> tuple["_BuildPlan", list[PlannedModel], Forms]:
+    """The sizes and kernels, and the models in the form that these kernels take.
+
+    `total_bytes`: of a device, for everything; None: as much as there is now.
     """
     directory = make_cache_directory(config.runtime.compile_cache)
     shapes = [planned.shapes for planned in models]
@@ -257,11 +327,13 @@ def build_runners(
         for part in shapes
     ]
     replicas = [[stage.devices for stage in stages], *others]
-    memory = plan_stage_memory(config, sizes, stages, attention, _total_bytes(replicas), tower)
+    here_bytes = _total_bytes(replicas) if total_bytes is None else total_bytes
+    memory = plan_stage_memory(config, sizes, stages, attention, here_bytes, tower)
     agreed = hooks.agree({"pages": memory.num_pages, "slots": memory.limits.slots.num_slots})
     memory = memory.with_numbers(agreed["pages"], agreed["slots"])
     shared = len(_local_devices(replicas)) * memory.held_bytes if sizes.backend == "cpu" else 0
-    check_host_memory(config.cache.host_bytes, config.vision.host_bytes if tower is not None else 0, shared)
+    if total_bytes is None:  # else another process has it all by now
+        check_host_memory(config.cache.host_bytes, config.vision.host_bytes if tower is not None else 0, shared)
     for line in memory.lines():
         say(line)
     # Neither where processes share a device, nor for a kernel from elsewhere, whose source the key does not cover.
@@ -280,23 +352,10 @@ def build_runners(
         tower=tower,
         store=directory / "executables" if directory is not None and stores else None,
         shown=not isinstance(progress, Quiet),
+        total_bytes=here_bytes,
+        apart=apart,
     )
-    models = [models[number] for number in here]
-    with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-weights") as reader:
-        begin_s = time.perf_counter()
-        progress.begin("loading weights and compiling steps")
-        loading = reader.submit(_load_all, models, others, tower)
-        parts = _compile_stages(plan, [[meshes[number] for number in here] for meshes in replicas], progress)
-        links = _make_links(plan, progress)
-        seconds = {"executables": time.perf_counter() - begin_s}
-        if not loading.done():
-            progress.begin("loading weights")
-        loaded, seconds["weights"] = loading.result()
-    progress.begin("placing the KV pages")
-    return [
-        _place(plan, found, links, one, of_tower, seconds, NewWeights(models, one, forms))
-        for found, (one, of_tower) in zip(zip(*parts, strict=True), loaded, strict=True)
-    ]
+    return plan, models, forms
 
 
 def _place(
@@ -439,7 +498,8 @@ def _copied(model: LoadedModel, mesh: Mesh) -> LoadedModel:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _BuildPlan:
     """What is decided before anything is compiled: the sizes. `here`: the numbers of the stages that this process has;
-    the others are of other processes. `shown`: an end that waits for a compile says so."""
+    the others are of other processes. `shown`: an end that waits for a compile says so. `total_bytes`: of a device.
+    `apart`: see `build_runners`."""
 
     config: Config
     sizes: Sizes
@@ -451,6 +511,8 @@ class _BuildPlan:
     tower: TowerPlan | None
     store: Path | None
     shown: bool
+    total_bytes: int
+    apart: str | None
 
     @property
     def stages(self) -> list[AbstractStage]:
@@ -460,11 +522,12 @@ class _BuildPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """The executables of a stage, and the buckets that are still to be built."""
+    """The executables of a stage, and the buckets that are still to be built. `apart` None: by a thread."""
 
     compiled: Mapping[str, Compiled]
     later: Mapping[Bucket, Job]
     compiler: Compiler
+    apart: StepsApart | None
 
 
 def _compile_stages(plan: _BuildPlan, replicas: Sequence[Sequence[Mesh]], progress: Progress) -> list[list[_Part]]:
@@ -494,16 +557,35 @@ def _compile_stages(plan: _BuildPlan, replicas: Sequence[Sequence[Mesh]], progre
         meshes = [replica[number] for replica in replicas]
         compilers = [Compiler(mesh, store if store is None else store.on([*mesh.devices.flat])) for mesh in meshes]
         now, later = [one for one, _ in mine], [more for _, more in mine]
-        ahead = list(later[0].values())
+        apart = _steps_apart(plan, store) if waiting else None
+        ahead = [*later[0].values()] if apart is None else []
         compiled = build_replicas(compilers, now, config.runtime.compile_threads, tell, ahead=ahead)
         parts.append(
-            [_Part(compiled=c, later=m, compiler=by) for c, m, by in zip(compiled, later, compilers, strict=True)]
+            [
+                _Part(compiled=c, later=m, compiler=by, apart=apart)
+                for c, m, by in zip(compiled, later, compilers, strict=True)
+            ]
         )
         before += sum(map(len, now))
         if config.runtime.batch_invariant and sizes.backend != "cpu":
             check_steps({step_name(b): compiled[0][step_name(b)].call.as_text() or "" for b in sizes.buckets})
         plan.memory.check_temporaries(max(c.temporary_bytes for c in compiled[0].values()))
     return parts
+
+
+def _steps_apart(plan: _BuildPlan, store: ExecutableStore | None) -> StepsApart | None:
+    """The process that compiles the steps that can wait; None where a thread has to, which the log explains."""
+    if plan.sizes.backend != "cpu":
+        reason = f"a second process cannot use the {plan.sizes.backend}"
+    elif plan.apart is None or store is None or plan.store is None:
+        reason = "no store on disk would bring its executables here (runtime.compile_cache)"
+    else:
+        orders = Orders(
+            config=plan.config, total_bytes=plan.total_bytes, digest=store.digest, settings=plain_settings()
+        )
+        return StepsApart(plan.apart, orders)
+    logger.info("a thread of this process compiles the other step shapes, not a process of its own: %s", reason)
+    return None
 
 
 def _make_links(plan: _BuildPlan, progress: Progress) -> StageLinks | None:
@@ -568,6 +650,7 @@ def _build_later(runner: DeviceRunner, part: _Part, memory: MemoryPlan, shown: b
         compiler=part.compiler,
         check=lambda compiled: memory.check_temporaries(compiled.temporary_bytes),
         admit=lambda bucket, compiled: runner.add_bucket(bucket, compiled.call),
+        apart=part.apart,
         shown=shown,
     )
 

@@ -170,15 +170,15 @@ class Compiler:
         """The executable of a job, for the devices of the mesh."""
         if self._store is None:
             return self._compile(job)
-        if (found := self._load(job)) is not None:
+        if (found := self.load(job)) is not None:
             return found
         with self._store.building(job.name):  # of several replicas that lack it, one compiles, the others wait for it
-            return self._load(job) or self._compile(job)
+            return self.load(job) or self._compile(job)
 
-    def _load(self, job: Job) -> Compiled | None:
-        assert self._store is not None
+    def load(self, job: Job) -> Compiled | None:
+        """The executable of a job where the store has it; it is not compiled."""
         start = time.perf_counter()
-        found = self._store.load(job.name) if self._store.holds(job.name) else None
+        found = None if self._store is None or not self._store.holds(job.name) else self._store.load(job.name)
         return None if found is None else self._describe(job, found, time.perf_counter() - start, stored=True)
 
     def _trace(self, job: Job) -> "_Lowered":

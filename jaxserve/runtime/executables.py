@@ -180,9 +180,16 @@ def step_name(bucket: Bucket) -> str:
 
 
 def first_buckets(sizes: Sizes) -> tuple[Bucket, ...]:
-    """The largest of each kind: together they hold every plan that all of them hold, with more padding."""
+    """The shapes without which nothing is answered: they hold every plan that all of them hold, with more padding.
+
+    The smallest decode shape is for a stream that is alone, the smallest mixed one that has all rows is for short
+    prompts and for several streams, at nearly the cost of a decode step; the largest holds the rest. The mixed ones may
+    be the same.
+    """
     plain = [b for b in sizes.buckets if b.plain]
-    return tuple(max(b for b in plain if b.decode_only is kind) for kind in (True, False))
+    mixed = [b for b in plain if not b.decode_only]
+    whole = [b for b in mixed if b.rows == sizes.max_rows]
+    return tuple(sorted({min(b for b in plain if b.decode_only), min(whole), max(mixed)}))
 
 
 def state_job(stage: AbstractStage, attention: PagedAttention, sizes: Sizes, num_pages: int) -> Job:

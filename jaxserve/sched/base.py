@@ -312,6 +312,10 @@ class LaterBuckets(Protocol):
         """Waits until no bucket is left to build. False on a timeout. The loop still has to `take`."""
         ...
 
+    def note_work(self, working: bool) -> None:
+        """The loop has steps in flight, or no longer: those who build are to give way to them. Never waits."""
+        ...
+
     def close(self) -> None:
         """Builds no further bucket."""
         ...

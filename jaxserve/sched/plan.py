@@ -177,8 +177,8 @@ class Limits:
         are the same in all groups, so that any group may have any page.
       max_model_len: tokens a sequence may have, prompt and output.
       buckets: compiled shapes, ascending; a plan must fit one of them. Later limits of the same device may have more,
-        never fewer, and the largest are there from the start: a plan that fits one of the lists fits the other, perhaps
-        with more padding.
+        never fewer, and the largest mixed one is there from the start: a plan that fits one of the lists fits the
+        other, perhaps with more padding.
       step_ms: of each of `buckets`, the milliseconds of one round on this device; 0 where nobody has measured it, and
         empty where that is so of all. For the choice of widths and rounds alone.
       max_mixed_tokens: tokens of a step with prompts beside decode rows, so that it is not much longer than a step

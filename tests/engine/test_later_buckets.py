@@ -25,6 +25,7 @@ class Growing(FakeRunner):
         self.all_limits = ALL
         self.counts = BucketCounts(2, len(ALL.buckets) - 2, 0)
         self.closed = False
+        self.worked: list[bool] = []
         self._arrivals = arrivals
 
     def take(self) -> Limits | None:
@@ -37,6 +38,9 @@ class Growing(FakeRunner):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         return True
+
+    def note_work(self, working: bool) -> None:
+        self.worked.append(working)
 
     def close(self) -> None:
         self.closed = True
@@ -81,6 +85,14 @@ def test_tokens_do_not_depend_on_when_shapes_arrive(arrivals: dict[int, Limits])
     engine, tokens = _run(Growing(dict(arrivals)))
     assert tokens == expected and len(tokens) == 12
     assert engine.stats[0].bucket_counts == BucketCounts(2, len(ALL.buckets) - 2, 0)
+
+
+def test_builders_hear_when_there_is_work_and_when_not() -> None:
+    runner = Growing({})
+    _run(runner)
+    assert runner.worked == [True, False] * (len(runner.worked) // 2) and len(runner.worked) >= 4, (
+        "once for each change"
+    )
 
 
 def test_a_runner_that_sleeps_is_given_no_shape() -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from carried_out import Names
 
 from jaxserve.errors import CapacityError
+from jaxserve.runtime.apart import StepsApart
 from jaxserve.runtime.compile import Compiled, Job
 from jaxserve.runtime.later import THREAD_NAME, BackgroundBuckets
 from jaxserve.sched import BucketCounts
@@ -28,7 +30,10 @@ LATER = tuple(b for b in ALL.buckets if b not in FIRST)
 class Compiler:
     """Builds what it is told to, one at a time; `go` holds it back."""
 
-    def __init__(self, bad: str = "") -> None:
+    def __init__(self, bad: str = "", held: tuple[str, ...] = (), lost: tuple[str, ...] = ()) -> None:
+        """`held`: what its store has from the start; `lost`: what cannot be read from it."""
+        self.looked = {*held}
+        self.lost = lost
         self.go = threading.Event()
         self.begun = threading.Event()
         self.asked: list[str] = []
@@ -45,6 +50,14 @@ class Compiler:
         call: Any = job.fn
         return Compiled(name=job.name, call=call, seconds=0.5, stored=False, temporary_bytes=7, code_bytes=0)
 
+    def load(self, job: Job) -> Compiled | None:
+        """A process is asked to build what is not there at the first look."""
+        there = job.name in self.looked and job.name not in self.lost
+        self.looked.add(job.name)
+        call: Any = job.fn
+        found = Compiled(name=job.name, call=call, seconds=0.1, stored=True, temporary_bytes=7, code_bytes=0)
+        return found if there else None
+
 
 class Runner:
     def __init__(self) -> None:
@@ -52,18 +65,28 @@ class Runner:
         self.threads: set[str] = set()
 
     def admit(self, bucket: Bucket, compiled: Compiled) -> Limits:
-        assert compiled.name == str(bucket)
         self.threads.add(threading.current_thread().name)
         self.limits = self.limits.with_buckets((*self.limits.buckets, bucket))
         return self.limits
 
 
 def _later(
-    compiler: Compiler, runner: Runner, check=lambda compiled: None, *, shown: bool = False
+    compiler: Compiler,
+    runner: Runner,
+    check=lambda compiled: None,
+    *,
+    shown: bool = False,
+    apart: StepsApart | None = None,
+    names: tuple[str, ...] = tuple(map(str, LATER)),
 ) -> BackgroundBuckets:
-    jobs = {b: Job(name=str(b), fn=lambda: None, args=(), donate=(), options={}) for b in LATER}
+    jobs = {b: Job(name=n, fn=lambda: None, args=(), donate=(), options={}) for b, n in zip(LATER, names, strict=True)}
     given: Any = {"jobs": jobs, "compiler": compiler, "check": check, "admit": runner.admit}
-    return BackgroundBuckets(limits=runner.limits, shown=shown, **given)
+    return BackgroundBuckets(limits=runner.limits, shown=shown, apart=apart, **given)
+
+
+def _apart() -> StepsApart:
+    orders: Any = Names()
+    return StepsApart("carried_out", orders)
 
 
 def test_buckets_arrive_when_the_loop_takes_them() -> None:
@@ -130,11 +153,57 @@ def test_after_close_nothing_is_begun() -> None:
     assert later.counts == BucketCounts(3, 2, 0)
 
 
-# Two builds, one of which may speak. Both last until the main thread has ended and something was said.
+@pytest.mark.parametrize(
+    ("names", "held", "lost", "ready", "by_thread", "said"),
+    [
+        (("one", "two", "three"), (), (), (0, 1, 2), (), ()),
+        (("hang", "hang 2", "hang 3"), ("hang", "hang 2", "hang 3"), (), (0, 1, 2), (), ()),
+        (("one", "bad", "three"), ("one",), (), (0, 2), (), ("bad cannot be built", "no such")),
+        (("one", "exit", "three"), (), (), (0, 1, 2), ("exit", "three"), ("a thread compiles exit, three", "status 3")),
+        (("one", "two", "three"), (), ("two",), (0, 1, 2), ("two", "three"), ("two, which it has built, cannot be",)),
+    ],
+)
+def test_another_process_builds_and_a_thread_what_it_cannot(
+    names: tuple[str, ...],
+    held: tuple[str, ...],
+    lost: tuple[str, ...],
+    ready: tuple[int, ...],
+    by_thread: tuple[str, ...],
+    said: tuple[str, ...],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("jaxserve"), "propagate", True)
+    compiler, runner = Compiler(held=held, lost=lost), Runner()
+    compiler.go.set()
+    later = _later(compiler, runner, apart=_apart(), names=names)
+    with caplog.at_level(logging.WARNING, "jaxserve"):
+        later.start()
+        assert later.wait(WAIT_S)
+    assert tuple(compiler.asked) == by_thread
+    assert later.counts == BucketCounts(len(FIRST) + len(ready), 0, len(LATER) - len(ready))
+    assert later.take() == ALL.with_buckets((*FIRST, *(LATER[i] for i in ready)))
+    lines = [record.getMessage() for record in caplog.records if record.name == "jaxserve.runtime.later"]
+    assert len(lines) == bool(said) and all(part in line for part in said for line in lines)
+
+
+def test_close_does_not_wait_for_another_process() -> None:
+    compiler, runner = Compiler(), Runner()
+    later = _later(compiler, runner, apart=_apart(), names=("one", "hang", "three"))
+    later.start()
+    later.note_work(True)
+    while later.counts.pending > 2:
+        threading.Event().wait(0.01)
+    later.close()
+    assert later.wait(WAIT_S) and not compiler.asked
+    assert later.counts == BucketCounts(3, 2, 0)
+
+
+# Builds that last until the main thread has ended, by two threads, one of which may speak; or for ever, by a process.
 _ENDING = """
 import threading
 from jaxserve.runtime import later
-from test_later import Compiler, Runner, _later
+from test_later import Compiler, Runner, _apart, _later
 
 said = threading.Event()
 plain_lines = later.plain_lines
@@ -150,11 +219,12 @@ class Slow(Compiler):
 
 for shown in (True, False):
     _later(Slow(), Runner(), shown=shown).start()
+_later(Compiler(), Runner(), apart=_apart(), names=("hang", "two", "three")).start()
 print("the main thread ends", flush=True)
 """
 
 
-def test_a_program_that_ends_during_a_compile_says_so() -> None:
+def test_a_program_that_ends_waits_for_a_thread_and_says_so_but_not_for_a_process() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     command = [sys.executable, "-c", _ENDING]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=WAIT_S, check=False)
