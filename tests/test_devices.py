@@ -79,7 +79,7 @@ def test_jax_reserves_of_a_gpu_what_the_cache_asks_for(
 
 
 _ALL_DOORS = """
-from jaxserve.assemble import _plan_stages
+from jaxserve.assemble import plan_stages
 from jaxserve.assemble.devices import find_devices
 from jaxserve.config import load_config
 from jaxserve.lab import world_of_device
@@ -90,7 +90,7 @@ demo = load_config(None).config
 world_of_device(demo, "cpu:1", None)
 make_plan(demo, "cpu:1", PlanOptions(compile=False))
 [stages] = make_meshes(demo.parallel, find_devices(demo))
-assert _plan_stages(demo, stages)[0].shapes.mesh.devices.flat[0].platform == "cpu"
+assert plan_stages(demo, stages)[0].shapes.mesh.devices.flat[0].platform == "cpu"
 """
 
 
