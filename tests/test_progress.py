@@ -190,8 +190,8 @@ def test_compiling_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
             load_config(None, settings).config, [plan_model("demo")], progress=told, say=lambda line: None
         )
     begun = told.phases.index("loading weights and compiling steps")
-    assert told.phases[begun + 1] == "1 of 7 mixed 512x32"
-    assert "7 of 7 make_state" in told.phases
+    assert told.phases[begun + 1] == "1 of 8 mixed 512x32"
+    assert "8 of 8 make_state" in told.phases
     assert told.phases[-1] == "placing the KV pages"
 
 
