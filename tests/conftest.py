@@ -8,7 +8,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,22 @@ def machine_code_folder() -> Path:
     if machine_code.missing() is None:
         machine_code.keep_machine_code(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Callable[[str], Path]:
+    """The path of a published checkpoint by its name; skips the test, saying what fetches it, where it is absent.
+
+    For tests that are marked `real`.
+    """
+    from fetch_real_models import path_of
+
+    def find(name: str) -> Path:
+        if not (path := path_of(name)).exists():
+            pytest.skip(f"{path} is absent: python scripts/fetch_real_models.py {name}")
+        return path
+
+    return find
 
 
 @pytest.fixture(scope="module")
