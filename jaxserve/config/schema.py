@@ -368,8 +368,8 @@ class RuntimeConfig(Section):
     )
     background_buckets: bool | None = pydantic.Field(
         default=None,
-        description="Answer once the largest step shapes are compiled, and compile the others meanwhile; default: on a "
-        "CPU. Pipelines and several hosts compile all of them first, and refuse true.",
+        description="Answer once three step shapes are compiled, and compile the others meanwhile, on a CPU in another "
+        "process; default: on a CPU. Pipelines and several hosts compile all of them first, and refuse true.",
     )
     batch_invariant: bool = pydantic.Field(
         default=False,

@@ -48,7 +48,7 @@ def expected() -> list[list[int]]:
 def test_the_same_tokens_before_and_after_and_meanwhile(expected: list[list[int]], tmp_path: Path) -> None:
     engine = _build(runtime__compile_cache=str(tmp_path))
     later = engine._later
-    assert later is not None and len(engine._runner.limits.buckets) == 2
+    assert later is not None and len(engine._runner.limits.buckets) == 3, "one stream, many streams, long prompts"
     counter = CompileCounter()
     assert later.wait(120)
     assert engine.stats[0].bucket_counts == BucketCounts(4, 0, 0)
