@@ -2,9 +2,9 @@
 
     python scripts/bench_first_minutes.py --json benchmarks/first_minutes_cpu.json
 
-Each round is a process that finds no executables. It answers requests of `--streams` prompts, one after the other, until
-all shapes are there, and then for `--after` seconds more, with whose rate the others are compared. Another process ends
-after its first answer, while shapes are still to be built. Numba's kernels are kept by a round that does not count.
+Each round is a process that finds no executables. It answers requests of `--streams` prompts, one after the other,
+until all shapes are there, and then for `--after` seconds more: the rate of those is the one to compare with. Another
+process ends after its first answer, while shapes are still to be built. A round that does not count keeps the kernels.
 """
 
 import argparse
