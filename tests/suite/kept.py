@@ -1,8 +1,8 @@
 """What tests compile is kept between runs: a second run on a machine compiles what has changed since.
 
 Three caches lie in one folder, each with its own key: executables of engines (`jaxserve.runtime.store`: the text of all
-source that is traced), machine code of Numba's kernels (`jaxserve.kernels.cpu.machine_code`: the text of the kernels),
-and all else that JAX compiles (its own cache: the lowered program and the flags).
+source that is traced, or the program), machine code of Numba's kernels (`jaxserve.kernels.cpu.machine_code`: the text of
+the kernels), and all else that JAX compiles (its own cache: the lowered program and the flags).
 
 `JAXSERVE_TEST_CACHE` names another folder, or is `off` for one that ends with the run.
 """
@@ -62,8 +62,8 @@ def pytest_configure(config: pytest.Config) -> None:
 class Programs:
     """Turns on JAX's own cache in a process that runs tests, before the first of them that has JAX.
 
-    Engines have a store of their own in front of it; after a change of the source they trace anew, and find here what
-    XLA made of the same program. Compilers for absent devices can write their programs, not read them.
+    Engines have a store of their own in front of it. Compilers for absent devices can write their programs, not read
+    them.
     """
 
     def __init__(self) -> None:
