@@ -76,11 +76,16 @@ class CodedWeight(Weight):
 
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T D"]:
         """`Weight.take`."""
-        assert self.storage.group is None and self.codes.ndim == 2, "a table has a scale for each row"
-        codes = self.codes.at[rows].get(mode="fill", fill_value=0)
-        zeros = None if self.zeros is None else self.zeros.at[rows].get(mode="fill", fill_value=0)
-        scales = self.scales.at[rows].get(mode="fill", fill_value=0)
-        return (self._centred(codes, zeros, jnp.float32) * scales).astype(self.dtype)
+        assert self.codes.ndim == 2, "a table has rows of one axis"
+        size = self.codes.shape[1] // self.scales.shape[1]  # inputs that share a scale
+
+        def of_rows(leaf: Array, size: int) -> Array:
+            return jnp.repeat(leaf.at[rows].get(mode="fill", fill_value=0), size, axis=1)
+
+        zeros = None if self.zeros is None else of_rows(self.zeros, size)
+        return (self._centred(of_rows(self.codes, 1), zeros, jnp.float32) * of_rows(self.scales, size)).astype(
+            self.dtype
+        )
 
     def numbers(self) -> np.ndarray:
         """The weight [*out, *in] in float64, on the host."""

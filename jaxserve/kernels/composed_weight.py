@@ -111,8 +111,10 @@ class WithOffsets(Weight):
         return self.codes.multiply(x) - self.offsets.multiply(group_sums(x, self.group))
 
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """`Weight.take`."""
-        raise AssertionError("tables have a scale for each row")
+        """`Weight.take`: rounded once, to the dtype of the codes."""
+        codes = dataclasses.replace(self.codes, dtype="float32").take(rows)
+        offsets = jnp.repeat(self.offsets.take(rows).astype(jnp.float32), self.group, axis=1)
+        return (codes - offsets[:, : codes.shape[1]]).astype(self.codes.dtype)
 
     def leaf_axes(self, axes: Axes) -> tuple[Axes, ...]:
         """`Weight.leaf_axes`."""

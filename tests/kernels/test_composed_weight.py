@@ -94,6 +94,26 @@ def test_experts_with_offsets(name: str) -> None:
     assert (out[11:] == 0).all()
 
 
+@pytest.mark.parametrize("name", ["xla", "numba_cpu"])
+@pytest.mark.parametrize("make", [
+    lambda: codes(20, code="int8"),
+    lambda: codes(20, code="int4"),
+    lambda: dataclasses.replace(codes(20, code="int8"), num_in=0),
+    lambda: dataclasses.replace(codes(20, code="int8"), dtype="bfloat16"),
+    lambda: WithOffsets(
+        codes=codes(20, code="int4"),
+        offsets=DenseWeight(array=jnp.asarray(floats(20, DEPTH // GROUP, seed=1)), num_in=1),
+        group=GROUP,
+    ),
+], ids=["int8", "int4", "looked up alone", "bfloat16", "offsets"])  # fmt: skip
+def test_rows_of_a_table_in_groups(make: Any, name: str) -> None:
+    weight = make()
+    found = mapped(weight, MATMUL.make(name, CPU).convert).take(jnp.asarray([6, 0, 19, 20]))
+    wanted = numbers_of(weight)[[6, 0, 19]]
+    np.testing.assert_allclose(found[:3], wanted, rtol=1e-6 if found.dtype == jnp.float32 else 2**-8, atol=1e-7)
+    assert not np.asarray(found[3]).any(), "there is no such row"
+
+
 def test_an_order_over_devices_takes_inputs_of_others() -> None:
     """Each device multiplies with the inputs whose groups it holds, wherever they come from."""
     weight = reordered()

@@ -1,8 +1,8 @@
 """What tests compile is kept between runs: a second run on a machine compiles what has changed since.
 
 Three caches lie in one folder, each with its own key: executables of engines (`jaxserve.runtime.store`: the text of all
-source that is traced, or the program), machine code of Numba's kernels (`jaxserve.kernels.cpu.machine_code`: the text of
-the kernels), and all else that JAX compiles (its own cache: the lowered program and the flags).
+source that is traced, or the program), machine code of Numba's kernels (`jaxserve.kernels.cpu.machine_code`: the text
+of the kernels), and all else that JAX compiles (its own cache: the lowered program and the flags).
 
 `JAXSERVE_TEST_CACHE` names another folder, or is `off` for one that ends with the run.
 """

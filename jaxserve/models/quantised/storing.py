@@ -144,7 +144,8 @@ def choose_kept(
         of_path = [modules.get(piece.source) for piece in pieces]
         if not of_path or None in of_path:
             continue
-        chosen = [_storage(module, rules.scheme_of(module.name), scheme) for module in of_path if module is not None]
+        named = [(module, rules.scheme_of(module.name)) for module in of_path if module is not None]
+        chosen = [_storage(module, name, scheme, backend) for module, name in named]
         if "experts" not in axes[path]:
             chosen = [(_in_bytes(storage), arithmetic) for storage, arithmetic in chosen]
         found = _kept_of(pieces, chosen, sizes[path], is_rounded=scheme is None, axes=axes[path], backend=backend)
@@ -264,7 +265,9 @@ class Rules:
             raise ConfigError(f"{self._label}: {pattern!r} is no regular expression: {error}") from error
 
 
-def _storage(module: Module, named: tuple[str, bool], scheme: Scheme | None) -> tuple[Storage | None, Arithmetic]:
+def _storage(
+    module: Module, named: tuple[str, bool], scheme: Scheme | None, backend: str
+) -> tuple[Storage | None, Arithmetic]:
     """Of one weight; None: floats."""
     name, by_rule = named
     recipe = RECIPES.get(name)
@@ -274,8 +277,9 @@ def _storage(module: Module, named: tuple[str, bool], scheme: Scheme | None) -> 
     if scheme is not None:
         found = scheme.format_of(module)
         storage = None if found is None else found.storage
-        if module.kind is ModuleKind.EMBEDDING and storage is not None and storage.group is not None:
-            storage = None  # rows of a table are looked up with one scale each
+        if module.kind is ModuleKind.EMBEDDING and storage is not None:
+            # Rows of a table are looked up in the order of the hidden states, on accelerators with one scale each.
+            storage = None if storage.ordered or (storage.group is not None and backend != "cpu") else storage
         return storage, arithmetic
     if recipe is None:
         return None, FLOAT
