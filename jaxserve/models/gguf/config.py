@@ -256,8 +256,8 @@ def _ids(file: GgufFile, name: str) -> dict[str, Any]:
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if isinstance(tokens, GgufArray) and isinstance(types, GgufArray) and tokens.type is ValueType.STRING:
         wanted = set(_END_TEXTS) - set(_NOT_AN_END.get(name, ()))
-        kinds = zip(tokens.read(), types.read(), strict=False)
-        ends += [i for i, (text, kind) in enumerate(kinds) if kind == _CONTROL and text in wanted]
+        control = {i for i, kind in enumerate(types.read()) if kind == _CONTROL}
+        ends += [i for i, text in tokens.read_texts(control).items() if text in wanted]
     found = {"bos_token_id": file.get("tokenizer.ggml.bos_token_id", int)}
     found["eos_token_id"] = sorted({token_id for token_id in ends if token_id is not None}) or None
     return {field: value for field, value in found.items() if value is not None}
