@@ -17,13 +17,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def _give_way() -> None:
-    """The lowest priority that the platform has, for all threads to come. Linux has a class of its own for it, which
-    its scheduler of disks follows, too."""
+    """The lowest priority, for all threads to come. Linux's class for idle processes would be lower still, and stand
+    still as long as anything else keeps the cores busy."""
     with contextlib.suppress(OSError):
         os.nice(19)
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _die_with(parent: int) -> None:

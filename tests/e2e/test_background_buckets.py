@@ -50,7 +50,7 @@ def test_the_same_tokens_before_and_after_and_meanwhile(expected: list[list[int]
     later = engine._later
     assert later is not None and len(engine._runner.limits.buckets) == 3, "one stream, many streams, long prompts"
     counter = CompileCounter()
-    assert later.wait(120)
+    assert later.wait(900), "a process of the lowest priority, on a machine that is busy"
     assert engine.stats[0].bucket_counts == BucketCounts(4, 0, 0)
     assert counter.count == 0, "the background's own compiles are no stalls"
     take, later.take = later.take, lambda: None  # the loop does not get them yet

@@ -24,7 +24,6 @@ def carry_out(orders: Names, tell) -> None:
             threading.Event().wait()
         elif name == "facts":
             print("a library prints this")
-            policy = os.sched_getscheduler(0) if sys.platform == "linux" else None
-            tell(name, None, RuntimeError(f"{os.getpid()} {os.getpgid(0)} {os.nice(0)} {policy}"))
+            tell(name, None, RuntimeError(f"{os.getpid()} {os.getpgid(0)} {os.nice(0)}"))
         else:
             tell(name, 0.25, None)
