@@ -136,7 +136,7 @@ def test_what_is_not_in_the_directory_is_not_read(server: Server, tmp_path: Path
     ]
     for name, text in cases:
         server.refused(server.update(name, "bad"), 400, text)
-    wrong = FIXTURES / "llama"
+    wrong = FIXTURES / "qwen3"
     (root / "wrong").mkdir()
     for file in wrong.iterdir():
         (root / "wrong" / file.name).write_bytes(file.read_bytes())
