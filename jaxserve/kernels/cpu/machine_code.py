@@ -70,10 +70,9 @@ class MachineCode:
     @classmethod
     def of(cls, symbol: str, state: Any, *, read: bool) -> "MachineCode":
         """From what Numba says of a compiled library."""
-        from numba.core.registry import cpu_target
-        from numba.core.runtime import rtsys
+        from numba.core.runtime import rtsys  # pyright: ignore[reportPrivateImportUsage]
 
-        context = cpu_target.target_context
+        context = _context()
         rtsys.initialize(context)  # the functions of Numba's that machine code names
         library = context.codegen().unserialize_library(state)
         return cls(address=library.get_pointer_to_function(symbol), read=read, owner=library)
@@ -192,15 +191,19 @@ def _register(kernel: str, form: str) -> tuple[str, "MachineCode"]:
     return f"jaxserve_{name}", code
 
 
-def _path(name: str) -> Path | None:
-    """The file of a kernel: of one compiler and one processor."""
+def _context() -> Any:
+    """Numba's for the processor at hand: what compiles, and what is known of its functions."""
     from numba.core.registry import cpu_target
 
+    return cpu_target.target_context
+
+
+def _path(name: str) -> Path | None:
+    """The file of a kernel: of one compiler and one processor."""
     if _KEPT.folder is None:
         return None
     versions = (sys.version, metadata.version("numba"), metadata.version("llvmlite"))
-    codegen = cpu_target.target_context.codegen()
-    key = hashlib.sha256(repr((versions, codegen.magic_tuple())).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((versions, _context().codegen().magic_tuple())).encode()).hexdigest()[:16]
     return _KEPT.folder / f"{name}-{key}"
 
 
@@ -266,9 +269,8 @@ def _inner_functions_unfinished(outermost: str) -> Iterator[None]:
     cannot be called from Python then, and nothing does.
     """
     from numba.core.compiler_lock import global_compiler_lock
-    from numba.core.registry import cpu_target
 
-    context = cpu_target.target_context
+    context = _context()
     make_wrapper = context.create_cfunc_wrapper
 
     def link_only(library: Any, descriptor: Any, environment: Any) -> Callable[..., Any]:
