@@ -183,8 +183,15 @@ class Compiler:
 
     def _trace(self, job: Job) -> "_Lowered":
         start = time.perf_counter()
+
+        # A function that JAX has not seen: for one that it has, it would return an executable that this process has got
+        # before, be it from its cache on disk, and tell of no hit.
+        @functools.wraps(job.fn)
+        def fn(*args: Any) -> Any:
+            return job.fn(*args)
+
         with self._context():
-            jitted = jax.jit(job.fn, donate_argnums=job.donate, out_shardings=job.out_shardings)
+            jitted = jax.jit(fn, donate_argnums=job.donate, out_shardings=job.out_shardings)
             return _Lowered(jitted.lower(*job.args), time.perf_counter() - start)
 
     def _compile(self, job: Job) -> Compiled:

@@ -156,7 +156,7 @@ class ExecutableStore:
                     part.unlink(missing_ok=True)
 
     def _program_name(self, program: str) -> str:
-        return f"program-{_digest(self._devices, [program])}"
+        return f"program-{_digest(self._devices, [_writer_digest(), program])}"
 
     def _file_name(self, name: str) -> str:
         return f"{name.replace(' ', '-')}-{self.digest}"
@@ -302,8 +302,18 @@ def traced_files() -> list[Path]:
 @functools.cache
 def _source_digest() -> str:
     """Digest of all files that the text of a program can come from, tuned tables included."""
+    return _digest_of_files(traced_files())
+
+
+@functools.cache
+def _writer_digest() -> str:
+    """Digest of the source that compiles and writes: a mistake there must not outlive it in files found by program."""
+    return _digest_of_files([Path(__file__), Path(__file__).with_name("compile.py")])
+
+
+def _digest_of_files(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in traced_files():
+    for path in paths:
         digest.update(f"{path.relative_to(_PACKAGE)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

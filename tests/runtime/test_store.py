@@ -44,10 +44,10 @@ def make_job(rows: int = 64) -> Job:
     return Job(name="made", fn=fn, args=(), donate=(), options={})
 
 
-def start(folder: Path, fact: str, rows: int = 64) -> tuple[bool, float]:
+def start(folder: Path, fact: str, rows: int = 64, job: Job | None = None) -> tuple[bool, float]:
     """A start: whether its executable came out of the store, and what that computes. `fact` stands for the source."""
     store = ExecutableStore(folder, [fact], devices=jax.local_devices()[:1])
-    made = Compiler(None, store).build_one(make_job(rows))
+    made = Compiler(None, store).build_one(job or make_job(rows))
     return made.stored, float(made.call()[-1])
 
 
@@ -87,6 +87,18 @@ def test_what_jax_had_cached_is_not_kept_a_second_time(tmp_path: Path) -> None:
         path.unlink()
     for _ in range(3):
         assert start(tmp_path, "a") == (False, 120.0), "JAX has the program"
+
+
+@pytest.mark.usefixtures("jax_cache")
+@pytest.mark.parametrize("called", [False, True])
+def test_what_a_process_has_got_from_jax_is_not_kept_for_another_store(tmp_path: Path, called: bool) -> None:
+    """JAX gives a function that it has seen the executable that it has, and tells of no hit in its cache."""
+    start(tmp_path / "first", "a")
+    same = make_job()
+    if called:
+        jax.block_until_ready(jax.jit(same.fn)())
+    for fact in ("a", "b", "a", "b"):
+        assert start(tmp_path / "second", fact, job=same) == (False, 120.0), "JAX has the program"
 
 
 def test_a_full_disk_is_said_once_and_leaves_no_pieces(
