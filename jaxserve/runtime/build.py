@@ -66,6 +66,7 @@ from jaxserve.runtime.executables import (
     step_name,
 )
 from jaxserve.runtime.host_slots import SlotBytes, StagePages
+from jaxserve.runtime.kept_weights import KeptWeights
 from jaxserve.runtime.later import BackgroundBuckets
 from jaxserve.runtime.memory import (
     MemoryPlan,
@@ -200,6 +201,7 @@ def build_runners(
     *,
     others: Sequence[Sequence[Mesh]] = (),
     tower: TowerPlan | None = None,
+    content: str | None = None,
     progress: Progress = Quiet(),  # noqa: B008 (stateless)
     say: Callable[[str], None],
     hooks: BuildHooks = BuildHooks(),
@@ -208,7 +210,8 @@ def build_runners(
 
     `models` are the stages of a pipeline, most often one, on the devices of the first replica; `others` are the meshes
     of the same stages in each of the other replicas. Those on devices of other processes are built there. `tower`: of a
-    model that takes pictures. `say` gets the lines of the memory breakdown and the compile report. Raises CapacityError
+    model that takes pictures. `content`: a text that differs for weights of other numbers (`kept_weights`); None: they
+    are packed at each start. `say` gets the lines of the memory breakdown and the compile report. Raises CapacityError
     for sizes that cannot fit, CheckpointError for weights that cannot be read.
     """
     directory = make_cache_directory(config.runtime.compile_cache)
@@ -228,7 +231,12 @@ def build_runners(
     matmul = choose(MATMUL, config, matmul_uses(dtype, shapes[0].mesh, shapes[0].kept, adapters=adapted), device)
     grouped = choose_grouped_matmul(config, partition, dtype, shapes[0].kept, device)
     forms = Forms(matmul=matmul, grouped_matmul=grouped)
-    models = [converted(planned, forms) for planned in models]
+    products = {"matmul": matmul} | ({} if grouped is None else {"grouped_matmul": grouped})
+    packers = [product.convert for product in products.values()]
+    kept = None
+    if directory is not None and content is not None and _are_ours(packers):
+        kept = KeptWeights(folder=directory / "weights", max_bytes=config.runtime.kept_weights_bytes, content=content)
+    models = [converted(planned, forms, kept) for planned in models]
     if tower is not None:
         tower = dataclasses.replace(tower, planned=converted_tower(tower.planned, forms))
     shapes = [planned.shapes for planned in models]
@@ -239,7 +247,6 @@ def build_runners(
     sources = (attention.attend, *(() if selector is None else (type(selector),)))
     if selector is not None:
         attention = with_selector(attention, selector, uses)
-    products = {"matmul": matmul} | ({} if grouped is None else {"grouped_matmul": grouped})
     say(describe_invariance(sizes.backend, attention, products))
     if config.runtime.batch_invariant:
         check_kernels(sizes.backend, attention, products)
@@ -263,8 +270,7 @@ def build_runners(
     for line in memory.lines():
         say(line)
     # Neither where processes share a device, nor for a kernel from elsewhere, whose source the key does not cover.
-    kernels = (*sources, *(product.convert for product in products.values()))
-    stores = not hooks.one_of_many and all(fn.__module__.startswith("jaxserve.") for fn in kernels)
+    stores = not hooks.one_of_many and _are_ours((*sources, *packers))
     if directory is not None and not stores:
         use_compile_cache(directory)
     plan = _BuildPlan(
@@ -295,6 +301,10 @@ def build_runners(
         _place(plan, found, links, one, of_tower, seconds, NewWeights(models, one, forms))
         for found, (one, of_tower) in zip(zip(*parts, strict=True), loaded, strict=True)
     ]
+
+
+def _are_ours(functions: Sequence[Any]) -> bool:
+    return all(function.__module__.startswith("jaxserve.") for function in functions)
 
 
 def _place(
