@@ -5,8 +5,10 @@ Files are opened in `safetensors_files`, names matched in `weights`.
 
 import dataclasses
 import logging
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -18,7 +20,7 @@ from jaxserve.models.checkpoint import Checkpoint, CheckpointKind
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family
 from jaxserve.models.gguf.tensors import open_gguf
-from jaxserve.models.layout import Index, plan_read, read_target, write_source
+from jaxserve.models.layout import Index, Pattern, plan_read, read_target, write_source
 from jaxserve.models.partition import Block
 from jaxserve.models.quantised.choosing import choose_formats, hint_of, modules_of, possible_names, zero_biases
 from jaxserve.models.quantised.coding import GROUP, CodedTensor
@@ -37,11 +39,13 @@ from jaxserve.models.weights import Path, Piece, check_names, fold_names
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_At = tuple[Index, Index]  # a band of a piece, and its place in a share
 GroupReader = Callable[[Index], tuple[np.ndarray, np.ndarray]]  # see `group_reader`
 
 _FIELDS = {"vocab": "vocab_size", "embed": "hidden_size", "mlp": "intermediate_size"}  # axes that have a field each
 _MAX_KINDS = 4  # wrong shapes that are listed one by one
 _BAND_BYTES = 4 * 2**20  # bytes that are read, rearranged and converted at once
+_LARGE_BYTES = 2**26  # of a share that is worth threads of its own
 _BYTES_OF_CODE = 8  # with all that decoding a code has in memory
 
 
@@ -203,8 +207,17 @@ def shard_reader(
             if all(cut.start < cut.stop for cut in cuts):
                 tensor, target = tensors[piece.source], out[tuple(into)]
                 read = _rows_from(tensor.read, piece.first)
-                for band, place in _bands(piece, tensor.outer_axis, cuts, target.nbytes):
-                    target[place] = read_target(read, piece.pattern, band)
+
+                def fill(
+                    at: _At,
+                    target: np.ndarray = target,
+                    read: Callable[[Index], np.ndarray] = read,
+                    pattern: Pattern = piece.pattern,
+                ) -> None:
+                    band, place = at
+                    target[place] = read_target(read, pattern, band)
+
+                _on_all_cores(fill, _bands(piece, tensor.outer_axis, cuts, target.nbytes), target.nbytes)
         return out
 
     return read_shard
@@ -240,11 +253,23 @@ def group_reader(
             of_groups = dataclasses.replace(pattern, shape=(*pattern.shape[:-1], pattern.shape[-1] // group))
             read_pair = _rows_from(tensor.read_groups, piece.first)
             own_codes, own_groups = codes[tuple(into)], groups[(*into[:-1], _in_groups(into[-1], group))]
-            for band, place in _bands(piece, tensor.outer_axis, cuts, _BYTES_OF_CODE * own_codes.size):
+
+            def fill(
+                at: _At,
+                own_codes: np.ndarray = own_codes,
+                own_groups: np.ndarray = own_groups,
+                read_pair: GroupReader = read_pair,
+                pattern: Pattern = pattern,
+                of_groups: Pattern = of_groups,
+            ) -> None:
+                band, place = at
                 source_index, arrange = plan_read(pattern, band)
                 _, arrange_groups = plan_read(of_groups, (*band[:-1], _in_groups(band[-1], group)))
                 found, found_groups = read_pair(source_index)
                 own_codes[place], own_groups[place] = arrange(found), arrange_groups(found_groups)
+
+            num_bytes = _BYTES_OF_CODE * own_codes.size
+            _on_all_cores(fill, _bands(piece, tensor.outer_axis, cuts, num_bytes), num_bytes)
         return codes, groups
 
     return read
@@ -260,6 +285,17 @@ def tensors_of(plan: Mapping[Path, list[Piece]], array_of: Callable[[Path], np.n
             tensor = tensors.setdefault(piece.source, np.empty(piece.source_shape, share.dtype))
             tensor[piece.first : piece.first + len(share)] = share
     return tensors
+
+
+def _on_all_cores(fill: Callable[[_At], None], bands: Iterable[_At], num_bytes: int) -> None:
+    """Fills the bands of a share. Parameters are read side by side, but the largest takes as long as all others."""
+    if num_bytes < _LARGE_BYTES:
+        for band in bands:
+            fill(band)
+        return
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jaxserve-read") as pool:
+        for _ in pool.map(fill, bands):
+            pass
 
 
 def _overlap(piece: Piece, bounds: Sequence[range]) -> tuple[list[slice], list[slice]]:
