@@ -186,11 +186,11 @@ def test_files_are_bounded_and_those_read_longest_ago_go_first(
     size = (kept.folder / first).stat().st_size
     (second,) = names_after("b", 2**30) - {first}
     for name, age_s in ((first, 5), (second, 10)):
-        os.utime(kept.folder / name, (time.time() - age_s,) * 2)
+        os.utime(kept.folder / name, (time.time() - age_s, time.time() - age_s))
     left_over, in_work = kept.folder / "old.part", kept.folder / "new.part"
     for path, age_s in ((left_over, 86_400), (in_work, 1)):
         path.write_bytes(b"x")
-        os.utime(path, (time.time() - age_s,) * 2)
+        os.utime(path, (time.time() - age_s, time.time() - age_s))
     third = names_after("c", 2 * size + 100)
     assert first in third and second not in third and {"new.part"} == {name for name in third if "part" in name}
     assert names_after("d", size // 2) == third and "runtime.kept_weights_bytes" in caplog.text
