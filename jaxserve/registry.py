@@ -37,6 +37,10 @@ class Registry(Generic[T]):
         """Whether it is one of `names`. Installed packages, of which there may be hundreds to read, are asked last."""
         return name in self._builtins or name in self._entry_points()
 
+    def is_own(self, name: str) -> bool:
+        """Whether `get` finds it in the source of this package, and so whatever follows from it in that alone."""
+        return name in self._builtins or name.startswith(f"{__package__}.")
+
     def get(self, name: str | T) -> T:
         """Resolves `name`. An object that is not a string is returned as it is (a notebook passes its own class).
 

@@ -40,6 +40,7 @@ from jaxserve.engine.restarting import RestartOptions
 from jaxserve.engine.step_deadlines import StepDeadlines
 from jaxserve.engine.step_log import check_step_log
 from jaxserve.errors import ConfigError
+from jaxserve.gguf_file import parts_of
 from jaxserve.hosts import JointStore, LocalStore, checkpoint_digest
 from jaxserve.kernels.selection import NONE
 from jaxserve.kv.page_events import PageEvents, check_page_events, open_page_events, open_page_events_of
@@ -55,6 +56,7 @@ from jaxserve.models.adapters.placing import AdapterReader
 from jaxserve.models.checkpoint import CheckpointKind
 from jaxserve.models.decoder_config import RopeScaling
 from jaxserve.models.drafts.attaching import with_head
+from jaxserve.models.family import is_own_family
 from jaxserve.models.loading import describe_rounding
 from jaxserve.models.quantised import configured_quantisation, describe_quantisation
 from jaxserve.progress import Progress, Quiet
@@ -522,6 +524,7 @@ def build_devices(
         planned,
         others=others,
         tower=tower,
+        content=_content(config, planned[0].shapes),
         progress=progress,
         say=logger.info,
         hooks=hooks,
@@ -612,6 +615,26 @@ def _namespace(config: Config, loaded: LoadedModel) -> str:
     if config.attention.select != NONE:  # keys and values of generated tokens follow from what these attended to
         pages += f", generated with {config.attention.select} of {config.attention.pages} pages"
     return f"checkpoint of {checkpoint} {read}, {weights} in {loaded.dtype}, {codes}, pages in {pages}"
+
+
+def _content(config: Config, planned: LoadedModel) -> str | None:
+    """A text that differs for weights of other numbers; None where these do not follow from files and from settings.
+
+    Beside samples of the files it has the times at which they were changed, since a training may change numbers outside
+    of all samples.
+    """
+    checkpoint = planned.checkpoint
+    is_own = is_own_family(checkpoint.config, checkpoint.config_file, checkpoint.family)
+    if config.model.random_weights or not is_own:
+        return None
+    folders = [] if checkpoint.gguf is not None else [checkpoint.path]
+    if config.speculation.model is not None:
+        folders.append(Path(config.speculation.model).expanduser())
+    files = [] if checkpoint.gguf is None else [*parts_of(checkpoint.gguf)]
+    files += [file for folder in folders for file in sorted(folder.rglob("*")) if file.is_file()]
+    drafts = "none" if config.speculation.model is None else checkpoint_digest(folders[-1], config_only=False)
+    changed = [(file.name, file.stat().st_mtime_ns) for file in files]
+    return f"{_namespace(config, planned)}, drafts of {drafts}, changed {changed}"
 
 
 def _describe_weights(stages: Sequence[AbstractStage]) -> str:

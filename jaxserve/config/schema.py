@@ -363,6 +363,12 @@ class RuntimeConfig(Section):
         ge=0,
         description="Bytes of executables kept there; beyond it, those that no start has read for longest are removed.",
     )
+    kept_weights_bytes: int = pydantic.Field(
+        default=2**33,
+        ge=0,
+        description="On a CPU: bytes of weights in their packed form that are kept in runtime.compile_cache, for later "
+        "starts; beyond it, those that no start has read for longest are removed. 0: each start packs them anew.",
+    )
     compile_threads: int | None = pydantic.Field(
         default=None, ge=1, description="Buckets compiled at once; default: cores."
     )

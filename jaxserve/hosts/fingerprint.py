@@ -25,7 +25,14 @@ _LOCAL_FIELDS = {
     "sched": {"max_mixed_tokens"},
     "store": {"location", "secret_file", "tls_ca", "tls_cert", "tls_key"},  # each keeps its own part of the pages
     "speculation": {"model"},  # a path: samples of its files are a fact
-    "runtime": {"compile_cache", "compile_cache_bytes", "compile_threads", "log_level", "step_log"},
+    "runtime": {
+        "compile_cache",
+        "compile_cache_bytes",
+        "compile_threads",
+        "kept_weights_bytes",
+        "log_level",
+        "step_log",
+    },
 }
 _LOCAL_SECTIONS = {"serve", "route", "rerank"}
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy")

@@ -229,6 +229,11 @@ def find_family(config: Mapping[str, Any], origin: str, name: str | None = None)
         raise CheckpointError(f"{origin}: {error}") from error
 
 
+def is_own_family(config: Mapping[str, Any], origin: str, name: str | None = None) -> bool:
+    """Whether `find_family` gives one that this package defines."""
+    return FAMILIES.is_own(_architecture_of(config, origin) if name is None else name)
+
+
 def _architecture_of(config: Mapping[str, Any], origin: str) -> str:
     """The first name in `architectures`. Raises CheckpointError.
 

@@ -60,7 +60,13 @@ def pattern_of(axes: str, target: tuple[str, ...], shape: tuple[int, ...]) -> Pa
 
 
 def read_target(read: Callable[[Index], np.ndarray], pattern: Pattern, target_index: Index) -> np.ndarray:
-    """The slice `target_index` of the rearranged tensor, reading as little of the source as its layout allows.
+    """The slice `target_index` of the rearranged tensor, reading as little of the source as its layout allows."""
+    source_index, arrange = plan_read(pattern, target_index)
+    return arrange(read(source_index))
+
+
+def plan_read(pattern: Pattern, target_index: Index) -> tuple[Index, Callable[[np.ndarray], np.ndarray]]:
+    """What to read of the source for a slice of the rearranged tensor, and the function that makes it of that.
 
     Of a product axis the outermost factor is cut on disk; a cut of an inner factor is made after reading.
     """
@@ -71,12 +77,16 @@ def read_target(read: Callable[[Index], np.ndarray], pattern: Pattern, target_in
         outer, inner = wanted[names[0]], math.prod(sizes[name] for name in names[1:])
         source_index.append(slice(outer.start * inner, outer.stop * inner))
         elementary += [len(outer), *(sizes[name] for name in names[1:])]
-    block = read(tuple(source_index)).reshape(elementary)
     flat = [name for names in pattern.source for name in names]
     outermost = {names[0] for names in pattern.source}
-    block = block[tuple(slice(None) if n in outermost else slice(wanted[n].start, wanted[n].stop) for n in flat)]
     order = [flat.index(name) for name in pattern.target if name in flat]
-    return block.transpose(order).reshape([len(wanted[name]) for name in pattern.target])
+
+    def arrange(block: np.ndarray) -> np.ndarray:
+        block = block.reshape(elementary)
+        block = block[tuple(slice(None) if n in outermost else slice(wanted[n].start, wanted[n].stop) for n in flat)]
+        return block.transpose(order).reshape([len(wanted[name]) for name in pattern.target])
+
+    return tuple(source_index), arrange
 
 
 def write_source(block: np.ndarray, pattern: Pattern) -> np.ndarray:

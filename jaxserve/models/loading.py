@@ -51,7 +51,14 @@ from jaxserve.models.quantised.coding import CODED, CodedTensor, RoundedParam
 from jaxserve.models.quantised.scheme import module_name
 from jaxserve.models.quantised.storing import Kept, KeptPart, Quantisation, Sizes, choose_kept
 from jaxserve.models.safetensors_files import stored_names
-from jaxserve.models.shard_reading import block_reader, checked_tensors, shard_reader, window_reader
+from jaxserve.models.shard_reading import (
+    GroupReader,
+    block_reader,
+    checked_tensors,
+    group_reader,
+    shard_reader,
+    window_reader,
+)
 from jaxserve.models.sharding import EXPERT_AXIS, MESH_AXES, arrays_of, axes_of, shardings_for, with_leaves
 from jaxserve.models.weights import Path, name_of, plan_weights
 
@@ -310,10 +317,13 @@ class _Source:
 
     Attributes:
       reader: of a parameter, a function that reads any part of it.
+      groups: of a parameter of codes, or a part of it, with groups of so many inputs: its `group_reader`, where it has
+        one.
       order: of the inputs of one that is ordered, or of a part of it.
     """
 
     reader: Callable[[Path, np.dtype], Callable[[Index | None], np.ndarray]]
+    groups: Callable[[Path, KeptPart | None, int], GroupReader | None]
     order: Callable[[Path, KeptPart | None], np.ndarray]
 
 
@@ -425,7 +435,12 @@ class _Filler:
         if storage.ordered:
             in_shape = whole.shape[len(whole.shape) - weight.order.ndim :]
             order = functools.partial(self._order, whole, source, part, in_shape, weight.order.shape)
-        return load_coded(weight, placed, reader, order, storage, ".".join(map(str, whole.source)))
+        groups = None
+        if kept is not None and kept.rounded is None and storage.group is not None and param.shape == whole.shape:
+            groups = source.groups(whole.source, part, storage.group)
+        if groups is not None and part is not None:
+            groups = window_reader(groups, axis, part.window.bounds(param.shape[axis]))
+        return load_coded(weight, placed, reader, groups, order, storage, ".".join(map(str, whole.source)))
 
     def _order(
         self,
@@ -452,8 +467,14 @@ class _Filler:
             assert isinstance(tensor, CodedTensor), tensor
             return tensor.order
 
+        def groups(source: Path, part: KeptPart | None, group: int) -> GroupReader | None:
+            pieces = [piece for piece in plan[source] if part is None or piece.source in part.sources]
+            return group_reader(pieces, tensors, shapes[source], group)
+
         return _Source(
-            reader=lambda source, dtype: shard_reader(plan[source], tensors, shapes[source], dtype), order=order
+            reader=lambda source, dtype: shard_reader(plan[source], tensors, shapes[source], dtype),
+            groups=groups,
+            order=order,
         )
 
     def _orbax_reader(self, shapes: Mapping[Path, tuple[int, ...]]) -> "_Source":
@@ -465,7 +486,11 @@ class _Filler:
         def no_order(source: Path, part: KeptPart | None) -> np.ndarray:
             raise AssertionError((source, part))
 
-        return _Source(reader=lambda source, dtype: functools.partial(stored[source].read, dtype=dtype), order=no_order)
+        return _Source(
+            reader=lambda source, dtype: functools.partial(stored[source].read, dtype=dtype),
+            groups=lambda source, part, group: None,
+            order=no_order,
+        )
 
     def draw(self, seed: int) -> nnx.State:
         """Weights of a common spread, norms at one, biases at zero. One key per parameter name."""

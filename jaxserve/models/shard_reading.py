@@ -3,10 +3,14 @@
 Files are opened in `safetensors_files`, names matched in `weights`.
 """
 
+import dataclasses
 import logging
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,10 +20,10 @@ from jaxserve.models.checkpoint import Checkpoint, CheckpointKind
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.family import Family
 from jaxserve.models.gguf.tensors import open_gguf
-from jaxserve.models.layout import Index, read_target, write_source
+from jaxserve.models.layout import Index, Pattern, plan_read, read_target, write_source
 from jaxserve.models.partition import Block
 from jaxserve.models.quantised.choosing import choose_formats, hint_of, modules_of, possible_names, zero_biases
-from jaxserve.models.quantised.coding import CodedTensor
+from jaxserve.models.quantised.coding import GROUP, CodedTensor
 from jaxserve.models.quantised.reading import read_scheme
 from jaxserve.models.quantised.scheme import Format
 from jaxserve.models.quantised.storing import Kept
@@ -34,10 +38,15 @@ from jaxserve.models.safetensors_files import (
 from jaxserve.models.weights import Path, Piece, check_names, fold_names
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_At = tuple[Index, Index]  # a band of a piece, and its place in a share
+GroupReader = Callable[[Index], tuple[np.ndarray, np.ndarray]]  # see `group_reader`
 
 _FIELDS = {"vocab": "vocab_size", "embed": "hidden_size", "mlp": "intermediate_size"}  # axes that have a field each
 _MAX_KINDS = 4  # wrong shapes that are listed one by one
 _BAND_BYTES = 4 * 2**20  # bytes that are read, rearranged and converted at once
+_LARGE_BYTES = 2**26  # of a share that is worth threads of its own
+_BYTES_OF_CODE = 8  # with all that decoding a code has in memory
 
 
 def checked_tensors(
@@ -110,12 +119,10 @@ def _of_source(kept: Kept, source: str) -> Kept | None:
     return next((part.kept for part in kept.parts if source in part.sources), None) if kept.parts else kept
 
 
-def window_reader(
-    read: Callable[[Index | None], np.ndarray], axis: int, window: range
-) -> Callable[[Index | None], np.ndarray]:
+def window_reader(read: Callable[[Any], T], axis: int, window: range) -> Callable[[Any], T]:
     """Reads a part of a parameter, `window` of an axis."""
 
-    def read_part(index: Index | None) -> np.ndarray:
+    def read_part(index: Index | None) -> T:
         assert index is not None
         start, stop, _ = index[axis].indices(len(window))
         moved = slice(window.start + start, window.start + stop)
@@ -196,19 +203,76 @@ def shard_reader(
         bounds = [range(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
         out = np.empty([len(b) for b in bounds], dtype)
         for piece in pieces:
-            cuts, into = [], []  # in the piece; in the share
-            for want, window in zip(bounds, piece.window, strict=True):
-                start, stop = max(want.start, window.start), min(want.stop, window.stop)
-                cuts.append(slice(start - window.start, stop - window.start))
-                into.append(slice(start - want.start, stop - want.start))
+            cuts, into = _overlap(piece, bounds)
             if all(cut.start < cut.stop for cut in cuts):
-                tensor = tensors[piece.source]
+                tensor, target = tensors[piece.source], out[tuple(into)]
                 read = _rows_from(tensor.read, piece.first)
-                for band, target in _bands(piece, tensor.outer_axis, cuts, out[tuple(into)]):
-                    target[...] = read_target(read, piece.pattern, band)
+
+                def fill(
+                    at: _At,
+                    target: np.ndarray = target,
+                    read: Callable[[Index], np.ndarray] = read,
+                    pattern: Pattern = piece.pattern,
+                ) -> None:
+                    band, place = at
+                    target[place] = read_target(read, pattern, band)
+
+                _on_all_cores(fill, _bands(piece, tensor.outer_axis, cuts, target.nbytes), target.nbytes)
         return out
 
     return read_shard
+
+
+def group_reader(
+    pieces: Sequence[Piece], tensors: Mapping[str, ReadableTensor], shape: tuple[int, ...], group: int
+) -> GroupReader | None:
+    """Reads any part of a parameter of codes that cuts no group: codes, and a `coding.GROUP` for each group.
+
+    `pieces`: those that will be read. None where the groups of one are not runs of the last axis of the parameter.
+    """
+    for piece in pieces:
+        tensor, window = tensors[piece.source], piece.window[-1]
+        if not (isinstance(tensor, CodedTensor) and tensor.in_runs and tensor.storage.group == group):
+            return None
+        source, inputs = piece.pattern.source, piece.pattern.target[-1]
+        if source[-1][-1] != inputs or source[tensor.outer_axis][0] == inputs:
+            return None
+        if window.start % group or len(window) % group:
+            return None
+
+    def read(index: Index) -> tuple[np.ndarray, np.ndarray]:
+        bounds = [range(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
+        lengths = [len(b) for b in bounds]
+        codes, groups = np.empty(lengths, np.int8), np.empty((*lengths[:-1], lengths[-1] // group), GROUP)
+        for piece in pieces:
+            cuts, into = _overlap(piece, bounds)
+            if any(cut.start >= cut.stop for cut in cuts):
+                continue
+            tensor, pattern = tensors[piece.source], piece.pattern
+            assert isinstance(tensor, CodedTensor), tensor
+            of_groups = dataclasses.replace(pattern, shape=(*pattern.shape[:-1], pattern.shape[-1] // group))
+            read_pair = _rows_from(tensor.read_groups, piece.first)
+            own_codes, own_groups = codes[tuple(into)], groups[(*into[:-1], _in_groups(into[-1], group))]
+
+            def fill(
+                at: _At,
+                own_codes: np.ndarray = own_codes,
+                own_groups: np.ndarray = own_groups,
+                read_pair: GroupReader = read_pair,
+                pattern: Pattern = pattern,
+                of_groups: Pattern = of_groups,
+            ) -> None:
+                band, place = at
+                source_index, arrange = plan_read(pattern, band)
+                _, arrange_groups = plan_read(of_groups, (*band[:-1], _in_groups(band[-1], group)))
+                found, found_groups = read_pair(source_index)
+                own_codes[place], own_groups[place] = arrange(found), arrange_groups(found_groups)
+
+            num_bytes = _BYTES_OF_CODE * own_codes.size
+            _on_all_cores(fill, _bands(piece, tensor.outer_axis, cuts, num_bytes), num_bytes)
+        return codes, groups
+
+    return read
 
 
 def tensors_of(plan: Mapping[Path, list[Piece]], array_of: Callable[[Path], np.ndarray]) -> dict[str, np.ndarray]:
@@ -223,26 +287,51 @@ def tensors_of(plan: Mapping[Path, list[Piece]], array_of: Callable[[Path], np.n
     return tensors
 
 
-def _rows_from(read: Callable[[Index], np.ndarray], first: int) -> Callable[[Index], np.ndarray]:
+def _on_all_cores(fill: Callable[[_At], None], bands: Iterable[_At], num_bytes: int) -> None:
+    """Fills the bands of a share. Parameters are read side by side, but the largest takes as long as all others."""
+    if num_bytes < _LARGE_BYTES:
+        for band in bands:
+            fill(band)
+        return
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jaxserve-read") as pool:
+        for _ in pool.map(fill, bands):
+            pass
+
+
+def _overlap(piece: Piece, bounds: Sequence[range]) -> tuple[list[slice], list[slice]]:
+    """The part of a piece that lies in a share with these bounds: its cuts of the piece, and of the share."""
+    cuts, into = [], []
+    for want, window in zip(bounds, piece.window, strict=True):
+        start, stop = max(want.start, window.start), min(want.stop, window.stop)
+        cuts.append(slice(start - window.start, stop - window.start))
+        into.append(slice(start - want.start, stop - want.start))
+    return cuts, into
+
+
+def _in_groups(cut: slice, group: int) -> slice:
+    return slice(cut.start // group, cut.stop // group)
+
+
+def _rows_from(read: Callable[[Index], T], first: int) -> Callable[[Index], T]:
     """Reads as if the tensor began at index `first` of its first axis."""
     if first == 0:
         return read
     return lambda index: read((slice(index[0].start + first, index[0].stop + first), *index[1:]))
 
 
-def _bands(piece: Piece, outer_axis: int, cuts: list[slice], out: np.ndarray) -> Iterator[tuple[Index, np.ndarray]]:
-    """A share of a piece in parts of some megabytes: where to read each, and the window of `out` that it fills.
+def _bands(piece: Piece, outer_axis: int, cuts: list[slice], num_bytes: int) -> Iterator[tuple[Index, Index]]:
+    """A share of a piece, of `num_bytes`, in parts of some megabytes: where to read each, and its place in the share.
 
     They are cut along the axis of the tensor that is outermost in the file, so that each is read in as long runs as the
     whole.
     """
     axis = piece.pattern.target.index(piece.pattern.source[outer_axis][0])
-    size, start = out.shape[axis], cuts[axis].start
-    step = max(1, _BAND_BYTES * size // max(1, out.nbytes))
+    size, start = cuts[axis].stop - cuts[axis].start, cuts[axis].start
+    step = max(1, _BAND_BYTES * size // max(1, num_bytes))
     for low in range(0, size, step):
         high = min(low + step, size)
         before = (slice(None),) * axis
-        yield (*cuts[:axis], slice(start + low, start + high), *cuts[axis + 1 :]), out[(*before, slice(low, high))]
+        yield (*cuts[:axis], slice(start + low, start + high), *cuts[axis + 1 :]), (*before, slice(low, high))
 
 
 def block_reader(

@@ -67,6 +67,7 @@ from jaxserve.runtime.executables import (
     step_name,
 )
 from jaxserve.runtime.host_slots import SlotBytes, StagePages
+from jaxserve.runtime.kept_weights import KeptWeights
 from jaxserve.runtime.later import BackgroundBuckets
 from jaxserve.runtime.memory import (
     MemoryPlan,
@@ -204,6 +205,7 @@ def build_runners(
     *,
     others: Sequence[Sequence[Mesh]] = (),
     tower: TowerPlan | None = None,
+    content: str | None = None,
     progress: Progress = Quiet(),  # noqa: B008 (stateless)
     say: Callable[[str], None],
     hooks: BuildHooks = BuildHooks(),
@@ -213,11 +215,12 @@ def build_runners(
 
     `models` are the stages of a pipeline, most often one, on the devices of the first replica; `others` are the meshes
     of the same stages in each of the other replicas. Those on devices of other processes are built there. `tower`: of a
-    model that takes pictures. `say` gets the lines of the memory breakdown and the compile report. `apart`: the module
+    model that takes pictures. `content`: a text that differs for weights of other numbers (`kept_weights`); None: they
+    are packed at each start. `say` gets the lines of the memory breakdown and the compile report. `apart`: the module
     by which another process compiles the steps that can wait (`StepsApart`), with `store_steps`; None: a thread does.
     Raises CapacityError for sizes that cannot fit, CheckpointError for weights that cannot be read.
     """
-    plan, models, forms = _make_plan(config, models, others, tower, progress, say, hooks, apart)
+    plan, models, forms = _make_plan(config, models, others, tower, content, progress, say, hooks, apart)
     models, tower = [models[number] for number in plan.here], plan.tower
     replicas = [[stage.devices for stage in plan.stages], *([meshes[n] for n in plan.here] for meshes in others)]
     with ThreadPoolExecutor(1, thread_name_prefix="jaxserve-weights") as reader:
@@ -250,7 +253,9 @@ def store_steps(
     Raises ConfigError when the programs would not be those of that process.
     """
     config = config.model_copy(update={"kernels": config.kernels.model_copy(update={"self_check": False})})
-    plan, _, _ = _make_plan(config, models, (), tower, Quiet(), logger.debug, BuildHooks(), None, orders.total_bytes)
+    plan, _, _ = _make_plan(
+        config, models, (), tower, None, Quiet(), logger.debug, BuildHooks(), None, orders.total_bytes
+    )
     [stage] = plan.stages
     store = _open_store(plan, stage, 1)
     if store is None or store.digest != orders.digest:
@@ -271,6 +276,7 @@ def _make_plan(
     models: Sequence[PlannedModel],
     others: Sequence[Sequence[Mesh]],
     tower: TowerPlan | None,
+    content: str | None,
     progress: Progress,
     say: Callable[[str], None],
     hooks: BuildHooks,
@@ -300,7 +306,12 @@ def _make_plan(
     matmul = choose(MATMUL, config, matmul_uses(dtype, shapes[0].mesh, shapes[0].kept, adapters=adapted), device)
     grouped = choose_grouped_matmul(config, partition, dtype, shapes[0].kept, device)
     forms = Forms(matmul=matmul, grouped_matmul=grouped)
-    models = [converted(planned, forms) for planned in models]
+    products = {"matmul": matmul} | ({} if grouped is None else {"grouped_matmul": grouped})
+    packers = [product.convert for product in products.values()]
+    kept = None
+    if directory is not None and content is not None and _are_ours(packers):
+        kept = KeptWeights(folder=directory / "weights", max_bytes=config.runtime.kept_weights_bytes, content=content)
+    models = [converted(planned, forms, kept) for planned in models]
     if tower is not None:
         tower = dataclasses.replace(tower, planned=converted_tower(tower.planned, forms))
     shapes = [planned.shapes for planned in models]
@@ -311,7 +322,6 @@ def _make_plan(
     sources = (attention.attend, *(() if selector is None else (type(selector),)))
     if selector is not None:
         attention = with_selector(attention, selector, uses)
-    products = {"matmul": matmul} | ({} if grouped is None else {"grouped_matmul": grouped})
     say(describe_invariance(sizes.backend, attention, products))
     if config.runtime.batch_invariant:
         check_kernels(sizes.backend, attention, products)
@@ -337,8 +347,7 @@ def _make_plan(
     for line in memory.lines():
         say(line)
     # Neither where processes share a device, nor for a kernel from elsewhere, whose source the key does not cover.
-    kernels = (*sources, *(product.convert for product in products.values()))
-    stores = not hooks.one_of_many and all(fn.__module__.startswith("jaxserve.") for fn in kernels)
+    stores = not hooks.one_of_many and _are_ours((*sources, *packers))
     if directory is not None and not stores:
         use_compile_cache(directory)
     plan = _BuildPlan(
@@ -356,6 +365,10 @@ def _make_plan(
         apart=apart,
     )
     return plan, models, forms
+
+
+def _are_ours(functions: Sequence[Any]) -> bool:
+    return all(function.__module__.startswith("jaxserve.") for function in functions)
 
 
 def _place(

@@ -23,15 +23,30 @@ from jaxserve.models.loading import PlannedModel
 from jaxserve.models.sharding import WeightParameter, shardings_for
 from jaxserve.models.tower_loading import PlannedTower
 from jaxserve.models.weights import Path
+from jaxserve.runtime.kept_weights import KeptWeights, Write
 
 
-def converted(planned: PlannedModel, forms: "Forms") -> PlannedModel:
-    """The same model, whose weights will have these forms, cut over devices as they say."""
+def converted(planned: PlannedModel, forms: "Forms", kept: KeptWeights | None = None) -> PlannedModel:
+    """The same model, whose weights will have these forms, cut over devices as they say.
+
+    `kept`: they are read from there where an earlier start has left them; None: they are packed anew.
+    """
     state = nnx.map_state(lambda _, variable: forms.shapes(variable), planned.shapes.state)
     shapes = dataclasses.replace(planned.shapes, state=state)
+
+    def fill() -> nnx.State:
+        shardings = shardings_for(state, shapes.mesh)
+        file = None if kept is None else kept.file_of(state, shardings, shapes.layers)
+        if file is None:
+            return _convert_all(planned.fill(), shardings, forms)
+        if (found := file.load()) is not None:
+            return found
+        with file.writing() as write:
+            return _convert_all(planned.fill(), shardings, forms, write)
+
     return PlannedModel(
         shapes=shapes,
-        fill=lambda: _convert_all(planned.fill(), shardings_for(state, shapes.mesh), forms),
+        fill=fill,
         place=lambda params: _convert_all(planned.place(params), shardings_for(state, shapes.mesh), forms),
     )
 
@@ -82,20 +97,27 @@ class Forms:
         return self.grouped_matmul
 
 
-def _convert_all(state: nnx.State, shardings: nnx.State, forms: Forms) -> nnx.State:
-    """Frees each weight when it is converted: one for each core is there twice. `shardings`: of the new weights."""
+def _convert_all(
+    state: nnx.State, shardings: nnx.State, forms: Forms, write: Write = lambda path, variable: None
+) -> nnx.State:
+    """Frees each weight when it is converted: one for each core is there twice. `shardings`: of the new weights.
+
+    `write` is given each parameter as it is in the end.
+    """
     placed = dict(nnx.to_flat_state(shardings))
 
     def one(item: tuple[Path, nnx.Variable]) -> tuple[Path, nnx.Variable]:
         path, old = item
         new = forms.convert(old)
         if new is old:
+            write(path, old)
             return item
         kept = {id(leaf) for leaf in jax.tree.leaves(new)}
         new = jax.block_until_ready(jax.device_put(new, placed[path]))
         for leaf in jax.tree.leaves(old):
             if id(leaf) not in kept:
                 leaf.delete()  # flax holds on to it, in a cycle, until the collector comes
+        write(path, new)
         return path, new
 
     with ThreadPoolExecutor(

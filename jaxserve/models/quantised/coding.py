@@ -22,6 +22,7 @@ from jaxserve.models.quantised.widening import check_range, turned
 
 # float8 codes are there as their bits.
 CODED = np.dtype([("code", np.int8), ("zero", np.int16), ("scale", np.float32), ("offset", np.float32)])
+GROUP = np.dtype([("zero", np.int16), ("scale", np.float32), ("offset", np.float32)])
 _BAND = 2**20  # records that are made at once
 _REMEDY = "set model.quantization to none, which widens the weights"
 
@@ -66,6 +67,34 @@ class CodedTensor:
         records["zero"] = 0 if zeros is None else found.by_input(zeros)
         records["offset"] = 0 if found.offsets is None else found.by_input(found.offsets)
         return records.swapaxes(-1, -2) if self.in_major else records
+
+    @property
+    def in_runs(self) -> bool:
+        """Whether the inputs of each group of the storage follow one another, so that `read_groups` can read them."""
+        is_listed = isinstance(self.source, ListedGroups)
+        return not (self.in_major or is_listed or self.storage.ordered or self.storage.group is None)
+
+    def read_groups(self, index: Index) -> tuple[np.ndarray, np.ndarray]:
+        """What `read` gives at `index`, which cuts no group of the storage: codes int8, and a `GROUP` for each group.
+
+        Raises CheckpointError as `read`. It takes a tenth of the time.
+        """
+        assert self.in_runs and self.storage.group is not None, self.storage
+        found = self.source.read(index)
+        check_range(found, self.name)
+        codes, scales, zeros = _in_storage(found, self.storage, self.bits, self.name)
+        first = found.group_of[:: self.storage.group]
+
+        def by_group(values: np.ndarray) -> np.ndarray:
+            return values if values.shape[-1] == 1 else values[..., first]
+
+        groups = np.zeros((*codes.shape[:-1], len(first)), GROUP)
+        groups["scale"] = by_group(scales)
+        if zeros is not None:
+            groups["zero"] = by_group(zeros)
+        if found.offsets is not None:
+            groups["offset"] = by_group(found.offsets)
+        return codes, groups
 
     @functools.cached_property
     def order(self) -> np.ndarray:
@@ -247,6 +276,16 @@ def read_parts(
         if offsets is not None:
             offsets[band] = of_scale["offset"]
     return Parts(codes=codes, scales=scales, zeros=zeros, offsets=offsets)
+
+
+def parts_of(codes: np.ndarray, groups: np.ndarray, storage: Storage, dtype: np.dtype) -> Parts:
+    """The arrays of codes int8 and of the groups beside them. `dtype`: of the array of codes."""
+    return Parts(
+        codes=codes.view(dtype) if storage.code == "float8_e4m3fn" else codes.astype(dtype, copy=False),
+        scales=groups["scale"].copy(),
+        zeros=groups["zero"].copy() if storage.zeros else None,
+        offsets=groups["offset"].copy() if storage.offsets else None,
+    )
 
 
 def _of_groups(records: np.ndarray, group: int, name: str) -> np.ndarray:

@@ -38,13 +38,24 @@ class QuantisedSlice:
     def dequantise(self, dtype: np.typing.DTypeLike) -> np.ndarray:
         """The weights [..., N, K]: the differences and the product in float32, then rounded to `dtype`."""
         dense = to_float32(self.codes)
+        runs = dense.reshape(*self.scales.shape, -1) if self._in_runs() else None
+
+        def each(values: np.ndarray) -> np.ndarray:
+            return self.by_input(values) if runs is None else values[..., None]
+
+        target = dense if runs is None else runs
         if self.zeros is not None:
-            dense -= self.by_input(self.zeros.astype(np.float32))
+            target -= each(self.zeros.astype(np.float32))
         with np.errstate(over="ignore"):  # what exceeds the dtype is infinite, and the caller's to judge
-            dense *= self.by_input(self.scales)
+            target *= each(self.scales)
             if self.offsets is not None:
-                dense -= self.by_input(self.offsets)
+                target -= each(self.offsets)
             return dense.astype(dtype, copy=False)
+
+    def _in_runs(self) -> bool:
+        """Whether the groups are whole and follow one another, so that a scale for each input need not be written."""
+        size, rest = divmod(len(self.group_of), max(1, self.scales.shape[-1]))
+        return not rest and np.array_equal(self.group_of, np.arange(len(self.group_of)) // max(1, size))
 
     def by_input(self, values: np.ndarray) -> np.ndarray:
         """[..., N, G] as [..., N, K], or as [..., N, 1] where all inputs are one group."""
