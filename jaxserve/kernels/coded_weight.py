@@ -76,11 +76,16 @@ class CodedWeight(Weight):
 
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T D"]:
         """`Weight.take`."""
-        assert self.storage.group is None and self.codes.ndim == 2, "a table has a scale for each row"
-        codes = self.codes.at[rows].get(mode="fill", fill_value=0)
-        zeros = None if self.zeros is None else self.zeros.at[rows].get(mode="fill", fill_value=0)
-        scales = self.scales.at[rows].get(mode="fill", fill_value=0)
-        return (self._centred(codes, zeros, jnp.float32) * scales).astype(self.dtype)
+        assert self.codes.ndim == 2, "a table has rows"
+
+        def taken(leaf: Array | None) -> Array | None:
+            return None if leaf is None else leaf.at[rows].get(mode="fill", fill_value=0)
+
+        codes, scales, zeros = taken(self.codes), taken(self.scales), taken(self.zeros)
+        assert codes is not None and scales is not None
+        by_group = codes.reshape(*scales.shape, -1)
+        centred = self._centred(by_group, None if zeros is None else zeros[..., None], jnp.float32)
+        return (centred * scales[..., None]).reshape(codes.shape).astype(self.dtype)
 
     def numbers(self) -> np.ndarray:
         """The weight [*out, *in] in float64, on the host."""
