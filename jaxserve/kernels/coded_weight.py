@@ -76,16 +76,16 @@ class CodedWeight(Weight):
 
     def take(self, rows: Int[Array, " T"]) -> Float[Array, "T D"]:
         """`Weight.take`."""
-        assert self.codes.ndim == 2, "a table has rows of one axis"
-        size = self.codes.shape[1] // self.scales.shape[1]  # inputs that share a scale
+        assert self.codes.ndim == 2, "a table has rows"
 
-        def of_rows(leaf: Array, size: int) -> Array:
-            return jnp.repeat(leaf.at[rows].get(mode="fill", fill_value=0), size, axis=1)
+        def taken(leaf: Array | None) -> Array | None:
+            return None if leaf is None else leaf.at[rows].get(mode="fill", fill_value=0)
 
-        zeros = None if self.zeros is None else of_rows(self.zeros, size)
-        return (self._centred(of_rows(self.codes, 1), zeros, jnp.float32) * of_rows(self.scales, size)).astype(
-            self.dtype
-        )
+        codes, scales, zeros = taken(self.codes), taken(self.scales), taken(self.zeros)
+        assert codes is not None and scales is not None
+        by_group = codes.reshape(*scales.shape, -1)
+        centred = self._centred(by_group, None if zeros is None else zeros[..., None], jnp.float32)
+        return (centred * scales[..., None]).reshape(codes.shape).astype(self.dtype)
 
     def numbers(self) -> np.ndarray:
         """The weight [*out, *in] in float64, on the host."""

@@ -47,9 +47,9 @@ class SideBySide(Weight):
         """`Weight.leaf_axes`."""
         return tuple(found for part in self.parts for found in part.leaf_axes(axes))
 
-    def mapped(self, change: Change) -> "SideBySide":
+    def mapped(self, change: Change, is_whole: Callable[[Any], bool]) -> "SideBySide":
         """The same of other parts."""
-        return dataclasses.replace(self, parts=tuple(mapped(part, change) for part in self.parts))
+        return dataclasses.replace(self, parts=tuple(mapped(part, change, is_whole) for part in self.parts))
 
 
 @jax.tree_util.register_dataclass
@@ -84,9 +84,9 @@ class Reordered(Weight):
         """`Weight.leaf_axes`."""
         return (*self.weight.leaf_axes(axes), axes[len(axes) - self.order.ndim :])
 
-    def mapped(self, change: Change) -> "Reordered":
+    def mapped(self, change: Change, is_whole: Callable[[Any], bool]) -> "Reordered":
         """The same around another weight."""
-        return dataclasses.replace(self, weight=mapped(self.weight, change))
+        return dataclasses.replace(self, weight=mapped(self.weight, change, is_whole))
 
 
 @jax.tree_util.register_dataclass
@@ -157,9 +157,12 @@ def group_sums(x: Float[Array, "T ..."], group: int) -> Float[Array, "T ..."]:
     return sums.reshape(*x.shape[:-1], x.shape[-1] // group)
 
 
-def mapped(weight: Any, change: Change) -> Any:
-    """`change` of a weight, or of all that it is made of."""
-    return weight.mapped(change) if isinstance(weight, Composed) else change(weight)
+def mapped(weight: Any, change: Change, is_whole: Callable[[Any], bool] = lambda weight: False) -> Any:
+    """`change` of a weight, or of all that it is made of. `is_whole`: of one with offsets, whether it is changed as
+    one."""
+    if isinstance(weight, SideBySide | Reordered):
+        return weight.mapped(change, is_whole)
+    return weight.mapped(change) if isinstance(weight, Composed) and not is_whole(weight) else change(weight)
 
 
 def numbers_of(weight: Any) -> np.ndarray:

@@ -108,9 +108,10 @@ class Matmul:
     `jax.ShapeDtypeStruct` leaves, for a weight of such: executables are compiled for it while weights are still read.
     `refuses(use)` says why the implementation cannot run a use, with the limit and the remedy, or None. `prepare(use)`
     makes ready what executables of that use call by name; it comes before any of them runs, those read from a disk
-    included. `rounding` is the largest relative error of a product that the form of the weights explains, rounded
-    activations left out. `row_invariant`: the product of a row has the same bits alone and beside any number of others
-    (tested, not hoped).
+    included. `takes_whole(weight)` says of a weight with offsets whether `convert` and `shapes` take it as one; else
+    they are given its parts. `rounding` is the largest relative error of a product that the form of the weights
+    explains, rounded activations left out. `row_invariant`: the product of a row has the same bits alone and beside any
+    number of others (tested, not hoped).
     """
 
     name: str
@@ -118,5 +119,6 @@ class Matmul:
     shapes: Callable[..., Weight]
     refuses: Callable[[MatmulUse], str | None]
     prepare: Callable[[MatmulUse], object] = lambda use: None
+    takes_whole: Callable[[Any], bool] = lambda weight: False
     rounding: float = 1e-5
     row_invariant: bool = False

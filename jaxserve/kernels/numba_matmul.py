@@ -1,11 +1,17 @@
-"""Products of CPUs: with float weights in panels (`packed_weight`), and with integer codes in such (`packed_codes`)."""
+"""Products of CPUs: with float weights in panels (`packed_weight`), and with integer codes in such (`packed_codes`, and
+`packed_blocks` where those of a GGUF file are multiplied with rows of eight bits)."""
 
-from jaxserve.kernels import packed_codes
+from typing import Any, TypeGuard
+
+from jaxserve.kernels import packed_blocks, packed_codes
+from jaxserve.kernels.block_codes import SPAN
 from jaxserve.kernels.coded_weight import CodedWeight
+from jaxserve.kernels.composed_weight import WithOffsets
 from jaxserve.kernels.cpu import machine_code
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.matmul import Matmul, MatmulUse, Weight
 from jaxserve.kernels.packed_weight import pack, packed_shape, panel_width
+from jaxserve.kernels.storage import Arithmetic, Storage
 from jaxserve.kernels.xla_matmul import DenseWeight
 
 
@@ -30,14 +36,18 @@ def make_matmul(device: Device) -> Matmul:
             return f"weights are {use.dtype}, and can be read as {' or '.join(machine_code.DTYPES)} alone"
         return machine_code.missing()
 
-    def convert(weight: DenseWeight | CodedWeight) -> Weight:
+    def convert(weight: DenseWeight | CodedWeight | WithOffsets) -> Weight:
+        if in_blocks(weight):
+            return packed_blocks.pack(weight, panel_width())
         if weight.num_in == 0:
             return weight
         if isinstance(weight, CodedWeight):
             return packed_codes.pack(weight, panel_width())
         return pack(weight.array, weight.num_in, panel_width())
 
-    def shapes(weight: DenseWeight | CodedWeight) -> Weight:
+    def shapes(weight: DenseWeight | CodedWeight | WithOffsets) -> Weight:
+        if in_blocks(weight):
+            return packed_blocks.shape_of(weight, panel_width())
         if weight.num_in == 0:
             return weight
         if isinstance(weight, CodedWeight):
@@ -49,6 +59,8 @@ def make_matmul(device: Device) -> Matmul:
             machine_code.provide("matmul", use.dtype)
             if use.adapters:
                 machine_code.provide("matmul", f"adapted_{use.dtype}")
+        elif _is_of_blocks(use.storage, use.arithmetic):
+            packed_blocks.prepare(str(use.storage.blocks))
         else:
             packed_codes.prepare(code=use.storage.code, zeros=use.storage.zeros, block=use.arithmetic.block)
 
@@ -58,5 +70,16 @@ def make_matmul(device: Device) -> Matmul:
         shapes=shapes,
         refuses=refuses,
         prepare=prepare,
+        takes_whole=in_blocks,
         row_invariant=True,
     )
+
+
+def in_blocks(weight: Any) -> TypeGuard[CodedWeight | WithOffsets]:
+    """Whether a weight is packed as codes in blocks, its offsets included."""
+    coded = weight.codes if isinstance(weight, WithOffsets) else weight
+    return isinstance(coded, CodedWeight) and _is_of_blocks(coded.storage, coded.arithmetic)
+
+
+def _is_of_blocks(storage: Storage, arithmetic: Arithmetic) -> bool:
+    return storage.blocks is not None and arithmetic.block == SPAN

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.kernels.block_codes import BLOCK_CODES
 from jaxserve.kernels.cases import Case, GroupedMatmulCase, MatmulCase, make_inputs
 from jaxserve.kernels.coded_experts import round_experts
 from jaxserve.kernels.coded_weight import round_weight
@@ -65,11 +66,14 @@ def attention_limit(attention: PagedAttention, use: AttentionUse) -> float:
 def matmul_case(use: MatmulUse) -> MatmulCase:
     """Few rows, axes of several sizes, and no size that is a multiple of a vector's."""
     group = None if use.storage is None else use.storage.group
+    in_shape = (5, 13) if group is None else (3, 2 * group)
+    if use.storage is not None and use.storage.blocks is not None:
+        in_shape = (3, BLOCK_CODES[use.storage.blocks].inputs)
     return MatmulCase(
         name="self check",
         rows=9,
         out_shape=(2, 35),
-        in_shape=(5, 13) if group is None else (3, 2 * group),
+        in_shape=in_shape,
         dtype=use.dtype,
         storage=None if use.storage is None else dataclasses.replace(use.storage, zeros=False),
         arithmetic=use.arithmetic,

@@ -16,6 +16,8 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array
 
+from jaxserve.kernels.block_codes import BLOCK_CODES
+
 T = TypeVar("T", np.ndarray, Array)
 
 CODES: dict[str, tuple[int, float, np.dtype]] = {
@@ -38,6 +40,7 @@ class Storage:
       zeros: groups have zeros, too.
       offsets: groups have offsets, too (`composed_weight.WithOffsets`).
       ordered: inputs lie in an order of their own (`composed_weight.Reordered`).
+      blocks: a name of `block_codes.BLOCK_CODES`, which holds codes, scales and offsets exactly; None: none does.
     """
 
     code: str
@@ -45,6 +48,7 @@ class Storage:
     zeros: bool = False
     offsets: bool = False
     ordered: bool = False
+    blocks: str | None = None
 
     @property
     def bits(self) -> float:
@@ -60,7 +64,16 @@ class Storage:
 
     def refined(self, size: int) -> "Storage":
         """The same numbers with groups that divide `size`, by repeating scales; exact."""
-        return self if self.group is None else dataclasses.replace(self, group=math.gcd(self.group, size))
+        if self.group is None or size % self.group == 0:
+            return self
+        return dataclasses.replace(self, group=math.gcd(self.group, size), blocks=None)
+
+    @property
+    def magnitude(self) -> float:
+        """That a scale is chosen for."""
+        if self.blocks is None:
+            return CODES[self.code][1]
+        return 2.0 ** (BLOCK_CODES[self.blocks].bits - 1) - 1
 
     @property
     def of_codes(self) -> "Storage":
@@ -100,8 +113,18 @@ def largest_by_row(matrix: np.ndarray) -> np.ndarray:
 
 
 def scales_for(largest: np.ndarray, storage: Storage) -> np.ndarray:
-    """float32 scales that put numbers of these magnitudes into the range of codes."""
-    return (largest / np.float32(CODES[storage.code][1])).astype(np.float32)
+    """float32 scales that put numbers of these magnitudes into the range of codes. Where blocks hold them, they are
+    such as these can hold, and the largest codes are cut off by what that rounds."""
+    scales = (largest / np.float32(storage.magnitude)).astype(np.float32)
+    if storage.blocks is None:
+        return scales
+    code = BLOCK_CODES[storage.blocks]
+    if code.scales == "float16":
+        return scales.astype(np.float16).astype(np.float32)
+    by_block = scales.reshape(-1, code.inputs // code.group)
+    factors = (by_block.max(axis=1, keepdims=True) / 127).astype(np.float16).astype(np.float32)
+    steps = np.divide(by_block, factors, out=np.zeros_like(by_block), where=factors > 0)
+    return (factors * np.clip(np.rint(steps), 0, 127)).astype(np.float32).reshape(scales.shape)
 
 
 def round_to_codes(matrix: np.ndarray, scales: np.ndarray, storage: Storage) -> np.ndarray:
@@ -114,7 +137,7 @@ def round_to_codes(matrix: np.ndarray, scales: np.ndarray, storage: Storage) -> 
         return np.clip(steps, -448, 448).astype(ml_dtypes.float8_e4m3fn)
     if storage.code == "float4_e2m1fn":
         return encode_float4((steps / 2).astype(ml_dtypes.float4_e2m1fn))
-    most = 2 ** (CODES[storage.code][0] - 1)
+    most = 2 ** ((CODES[storage.code][0] if storage.blocks is None else BLOCK_CODES[storage.blocks].bits) - 1)
     return np.clip(np.rint(steps), -most, most - 1).astype(np.int8)
 
 

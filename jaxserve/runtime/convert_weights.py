@@ -87,7 +87,7 @@ class Forms:
         if not isinstance(variable, WeightParameter):
             return variable
         weight = variable.get_raw_value()
-        new = mapped(weight, lambda inner: change(self._of(inner), inner))
+        new = mapped(weight, lambda inner: change(self._of(inner), inner), self.matmul.takes_whole)
         return variable if new is weight else variable.replace(new)
 
     def _of(self, weight: Weight | ExpertWeight) -> Matmul | GroupedMatmul:

@@ -33,18 +33,18 @@ def chain(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return out
 
 
-def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes int64 [T, in] and scales float32 [T, blocks] of rows [T, in]."""
-    codes, scales = np.zeros(x.shape, np.int64), np.zeros((len(x), -(-x.shape[1] // BLOCK)), np.float32)
+def rounded(x: np.ndarray, size: int = BLOCK) -> tuple[np.ndarray, np.ndarray]:
+    """Codes int64 [T, in] and scales float32 [T, blocks] of rows [T, in], in blocks of `size`."""
+    codes, scales = np.zeros(x.shape, np.int64), np.zeros((len(x), -(-x.shape[1] // size)), np.float32)
     for row, numbers in enumerate(x):
         for block in range(scales.shape[1]):
-            piece = numbers[block * BLOCK : (block + 1) * BLOCK]
+            piece = numbers[block * size : (block + 1) * size]
             top = np.abs(piece).max()
             if not np.isfinite(top):
                 scales[row, block] = np.nan
             elif top >= np.float32(2.0**-119):
                 scales[row, block] = top / np.float32(127)
-                codes[row, block * BLOCK : (block + 1) * BLOCK] = np.rint(piece * (np.float32(127) / top))
+                codes[row, block * size : (block + 1) * size] = np.rint(piece * (np.float32(127) / top))
     return codes, scales
 
 
@@ -94,6 +94,23 @@ def product(
         total = x_codes[:, begin : begin + run] @ weights[:, begin : begin + run].T
         scale = x_scales[:, begin // BLOCK, None] * scales[None, :, group_of[begin]]
         out = fma(total.astype(np.float32), scale, out)
+    return out
+
+
+def blocks_product(
+    x: np.ndarray, codes: np.ndarray, scales: np.ndarray, minima: np.ndarray | None, group: int
+) -> np.ndarray:
+    """x [T, in] times codes * scales - minima as `PackedBlocks` defines it: codes [out, in] less their zero, scales
+    [out, groups], minima [out, in / 32]."""
+    x_codes, x_scales = rounded(x, 32)
+    out = np.zeros((len(x), len(codes)), np.float32)
+    for begin in range(0, x.shape[1], group):
+        x_scale, run = x_scales[:, begin // 32, None], slice(begin, begin + group)
+        total = (x_codes[:, run] @ codes[:, run].T.astype(np.int64)).astype(np.float32)
+        out = fma(total, x_scale * scales[None, :, begin // group], out)
+        if minima is not None:
+            sums = x_codes[:, run].sum(axis=1, keepdims=True).astype(np.float32) * x_scale
+            out = fma(sums, -minima[None, :, begin // 32], out)
     return out
 
 

@@ -204,8 +204,11 @@ def run_product(rows: int, panels: int, target: Target) -> Callable[..., Any]:
     return product
 
 
-def make_dot(builder: ir.IRBuilder, target: Target, codes: list[Any]) -> Callable[[list[Any], Any], list[Any]]:
-    """What adds to sums [lanes] of each vector of unsigned codes their products with the same four signed ones."""
+def make_dot(
+    builder: ir.IRBuilder, target: Target, codes: list[Any], bits: int = 8
+) -> Callable[[list[Any], Any], list[Any]]:
+    """What adds to sums [lanes] of each vector of unsigned codes of `bits` their products with the same four signed
+    ones, which are -127 to 127."""
     lanes = target.lanes
     integers = ir.VectorType(LANE, lanes)
     if target.dot_int8:
@@ -220,6 +223,8 @@ def make_dot(builder: ir.IRBuilder, target: Target, codes: list[Any]) -> Callabl
             ]
 
         return add_dots
+    if bits < 8 and target.dot_pairs:
+        return _make_pair_dot(builder, target, codes)
 
     # 16 bits each: the even codes of all groups of four, and the odd ones. Neighbours are multiplied and added in
     # pairs, which is an instruction of its own on most processors.
@@ -246,6 +251,29 @@ def make_dot(builder: ir.IRBuilder, target: Target, codes: list[Any]) -> Callabl
         return new
 
     return add_widened
+
+
+def _make_pair_dot(builder: ir.IRBuilder, target: Target, codes: list[Any]) -> Callable[[list[Any], Any], list[Any]]:
+    """`make_dot` for codes of fewer than seven bits, with the instruction that adds two products of bytes in 16 bits:
+    two of 63 * 127 fit there, two of 255 * 127 would not."""
+    lanes = target.lanes
+    integers, halves = ir.VectorType(LANE, lanes), ir.VectorType(ir.IntType(16), 2 * lanes)
+    kind = ir.VectorType(BYTE, _CODES * lanes)
+    pairs, fours = {8: ("avx2.pmadd.ub.sw", "avx2.pmadd.wd"), 16: ("avx512.pmaddubs.w.512", "avx512.pmaddw.d.512")}[
+        lanes
+    ]
+    add_pairs = declare(builder, f"llvm.x86.{pairs}", halves, [kind, kind])
+    add_fours = declare(builder, f"llvm.x86.{fours}", integers, [halves, halves])
+    ones, unsigned = ir.Constant(halves, [1] * (2 * lanes)), [builder.bitcast(value, kind) for value in codes]
+
+    def add_dots(sums: list[Any], four: Any) -> list[Any]:
+        signed = builder.bitcast(everywhere(builder, four, integers), kind)
+        return [
+            builder.add(sum_, builder.call(add_fours, [builder.call(add_pairs, [value, signed]), ones]))
+            for sum_, value in zip(sums, unsigned, strict=True)
+        ]
+
+    return add_dots
 
 
 def _bytes_of_part(builder: ir.IRBuilder, raw: Any, part: int, parts: int) -> Any:

@@ -87,6 +87,30 @@ class RoundedRows:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedSpans:
+    """Of a product with codes in blocks, whose rows are rounded in spans of 32 inputs. All are bytes of a row.
+
+    Attributes:
+      scales, starts, sums: where they begin, behind the codes (`rounding.round_spans`).
+      row_bytes: how far apart rows are.
+    """
+
+    scales: int
+    starts: int
+    sums: int
+    row_bytes: int
+
+    @classmethod
+    def of(cls, *, spans: int, groups: int) -> "RoundedSpans":
+        """Sizes for rows of so many spans, of `groups` groups each."""
+        scales = 32 * spans
+        starts = scales + 4 * spans
+        sums = starts + 4 * groups * spans
+        lines = -(-(sums + 4 * spans) // 64) | 1  # odd: no two of a block's rows share a set of the cache
+        return cls(scales=scales, starts=starts, sums=sums, row_bytes=64 * lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GatedRooms:
     """Of a product whose halves are multiplied with each other: each worker's products of one panel.
 

@@ -19,6 +19,7 @@ class Target:
       `vdpbf16ps`).
     dot_int8: whether one instruction adds four products of bytes to each 32-bit number of such a vector (x86's
       `vpdpbusd`).
+    dot_pairs: whether one instruction adds two products of bytes to a number of 16 bits (x86's `vpmaddubsw`).
     """
 
     lanes: int
@@ -26,6 +27,7 @@ class Target:
     row_steps: tuple[int, ...]
     dot_bfloat16: bool = False
     dot_int8: bool = False
+    dot_pairs: bool = False
 
     @property
     def width(self) -> int:
@@ -43,7 +45,10 @@ def find_target() -> Target:
             row_steps=(8, 4, 2, 1),
             dot_bfloat16=bool(features.get("avx512bf16")),
             dot_int8=bool(features.get("avx512vnni")),
+            dot_pairs=bool(features.get("avx512bw")),
         )
     if features.get("avx2"):
-        return Target(lanes=8, vectors=2, row_steps=(6, 4, 2, 1), dot_int8=bool(features.get("avxvnni")))
+        return Target(
+            lanes=8, vectors=2, row_steps=(6, 4, 2, 1), dot_int8=bool(features.get("avxvnni")), dot_pairs=True
+        )
     return Target(lanes=4, vectors=4, row_steps=(6, 4, 2, 1))  # Arm: 32 registers of four

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from ml_dtypes import float4_e2m1fn
 
+from jaxserve.kernels.block_codes import BLOCK_CODES
 from jaxserve.kernels.storage import Storage
 from jaxserve.models.layout import Index
 from jaxserve.models.quantised.checks import fail
@@ -56,7 +57,8 @@ class BlockFormat(Format):
     def storage(self) -> Storage | None:
         # Codes from 0 to 15 are -8 to 7 in four bits.
         zeros = self.minima and self.code == "int4"
-        return Storage(code=self.code, group=self.group, zeros=zeros, offsets=self.minima)
+        blocks = self.name if self.name in BLOCK_CODES else None
+        return Storage(code=self.code, group=self.group, zeros=zeros, offsets=self.minima, blocks=blocks)
 
     def required(self, name: str) -> tuple[str, ...]:
         return (name,)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jaxserve.config.schema import ModelConfig
 from jaxserve.errors import ConfigError
+from jaxserve.kernels.block_codes import SPAN
 from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage
 from jaxserve.models.family import Part
 from jaxserve.models.quantised.choosing import modules_of
@@ -148,6 +149,8 @@ def choose_kept(
         chosen = [_storage(module, name, scheme, backend) for module, name in named]
         if "experts" not in axes[path]:
             chosen = [(_in_bytes(storage), arithmetic) for storage, arithmetic in chosen]
+        else:  # products of experts have no codes in blocks
+            chosen = [(_without_blocks(storage), arithmetic) for storage, arithmetic in chosen]
         found = _kept_of(pieces, chosen, sizes[path], is_rounded=scheme is None, axes=axes[path], backend=backend)
         if found is not None:
             kept[path] = found
@@ -203,6 +206,7 @@ def _are_one(last: Piece, before: "_Chosen", piece: Piece, own: "_Chosen") -> bo
     if storage.ordered or other.ordered:
         return storage == other and arithmetic == of_other and last.source == piece.source
     same = (storage.code, storage.offsets, arithmetic) == (other.code, other.offsets, of_other)
+    same = same and storage.blocks == other.blocks
     return same and (not storage.offsets or storage == other)
 
 
@@ -226,7 +230,9 @@ def _kept_as_one(
         if rounded is None or (rounded.group or _LEAST_GROUP) < _LEAST_GROUP:
             return None
         storage = None
-    return Kept(rounded=rounded, storage=storage, arithmetic=_arithmetic(chosen, backend), is_experts=is_experts)
+    return Kept(
+        rounded=rounded, storage=storage, arithmetic=_arithmetic(chosen, storage, backend), is_experts=is_experts
+    )
 
 
 _Chosen = tuple[Storage | None, Arithmetic]  # of one weight; None: floats
@@ -295,6 +301,10 @@ def _in_bytes(storage: Storage | None) -> Storage | None:
     return dataclasses.replace(storage, code="int8")
 
 
+def _without_blocks(storage: Storage | None) -> Storage | None:
+    return None if storage is None else dataclasses.replace(storage, blocks=None)
+
+
 def _common(chosen: Iterable[_Chosen]) -> Storage | None:
     """What holds all of them exactly; None: nothing does."""
     found = [storage for storage, _ in chosen]
@@ -309,11 +319,18 @@ def _common(chosen: Iterable[_Chosen]) -> Storage | None:
         zeros=any(storage.zeros for storage in some),
         offsets=any(storage.offsets for storage in some),
         ordered=any(storage.ordered for storage in some),
+        blocks=some[0].blocks if len({(storage.blocks, storage.group) for storage in some}) == 1 else None,
     )
 
 
-def _arithmetic(chosen: Iterable[tuple[Storage | None, Arithmetic]], backend: str) -> Arithmetic:
-    """Of a parameter: floats, unless all its weights are whole numbers, as float4 is, whose activations are rounded."""
+def _arithmetic(chosen: Iterable[_Chosen], kept: Storage | None, backend: str) -> Arithmetic:
+    """Of a parameter: floats, unless all its weights are whole numbers, as float4 is, whose activations are rounded.
+
+    On CPUs, products with codes in blocks round them as llama.cpp does, with a scale for each 32 inputs, which costs
+    less than what the codes themselves have lost (docs/quantisation.md has the figures).
+    """
+    if kept is not None and kept.blocks is not None and backend == "cpu":
+        return Arithmetic(activations="int8", block=SPAN)
     arithmetics = {arithmetic for _, arithmetic in chosen}
     is_integer = all(storage is not None and storage.code in _WHOLE_NUMBERS for storage, _ in chosen)
     if len(arithmetics) > 1 or FLOAT in arithmetics or not is_integer:
