@@ -148,9 +148,6 @@ class ExpertsWithOffsets:
         return dataclasses.replace(self, codes=change(self.codes), offsets=change(self.offsets))
 
 
-Composed = SideBySide | Reordered | WithOffsets | ExpertsWithOffsets
-
-
 def group_sums(x: Float[Array, "T ..."], group: int) -> Float[Array, "T ..."]:
     """float32 sums of each `group` numbers of the last axis, in an order that depends on nothing but their number."""
     sums = row_sum(x.astype(jnp.float32).reshape(-1, group))
@@ -162,7 +159,9 @@ def mapped(weight: Any, change: Change, is_whole: Callable[[Any], bool] = lambda
     one."""
     if isinstance(weight, SideBySide | Reordered):
         return weight.mapped(change, is_whole)
-    return weight.mapped(change) if isinstance(weight, Composed) and not is_whole(weight) else change(weight)
+    if isinstance(weight, WithOffsets | ExpertsWithOffsets) and not is_whole(weight):
+        return weight.mapped(change)
+    return change(weight)
 
 
 def numbers_of(weight: Any) -> np.ndarray:

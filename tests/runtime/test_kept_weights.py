@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from whole import FIXTURES
 
-from jaxserve.assemble import _content, _plan_stages
+from jaxserve.assemble import _content, plan_stages
 from jaxserve.config import load_config
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.numba_matmul import make_matmul
@@ -216,7 +216,7 @@ def test_what_changes_a_number_changes_the_content(tmp_path: Path, monkeypatch: 
 
     def content(**settings: object) -> str | None:
         config = load_config(None, {"model.path": str(directory), **settings}).config
-        (planned,) = _plan_stages(config, [one_device_mesh(jax.local_devices()[0])])
+        (planned,) = plan_stages(config, [one_device_mesh(jax.local_devices()[0])])
         return _content(config, planned.shapes)
 
     one = content()
