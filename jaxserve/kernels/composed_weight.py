@@ -162,7 +162,9 @@ def mapped(weight: Any, change: Change, is_whole: Callable[[Any], bool] = lambda
     one."""
     if isinstance(weight, SideBySide | Reordered):
         return weight.mapped(change, is_whole)
-    return weight.mapped(change) if isinstance(weight, Composed) and not is_whole(weight) else change(weight)
+    if isinstance(weight, WithOffsets | ExpertsWithOffsets) and not is_whole(weight):
+        return weight.mapped(change)
+    return change(weight)
 
 
 def numbers_of(weight: Any) -> np.ndarray:
