@@ -148,9 +148,6 @@ class ExpertsWithOffsets:
         return dataclasses.replace(self, codes=change(self.codes), offsets=change(self.offsets))
 
 
-Composed = SideBySide | Reordered | WithOffsets | ExpertsWithOffsets
-
-
 def group_sums(x: Float[Array, "T ..."], group: int) -> Float[Array, "T ..."]:
     """float32 sums of each `group` numbers of the last axis, in an order that depends on nothing but their number."""
     sums = row_sum(x.astype(jnp.float32).reshape(-1, group))
