@@ -46,13 +46,15 @@ def main() -> None:
     if args.cache:
         machine_code.keep_machine_code(args.cache)
     text = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
-    ids = load_tokenizer(args.file).encode(text)[: args.tokens]
+    tokenizer = load_tokenizer(args.file)
+    ids, begins = tokenizer.encode(text)[: args.tokens], tokenizer.encode("")  # what a text begins with, such as <bos>
+    size = args.chunk - len(begins)
     scorers = [make_scorer(args.file, precision, args.chunk) for precision in ("none", "auto")]
     scored: list[list[Scored]] = [[], []]
     result: dict[str, float] = {}
-    for begin in range(0, len(ids) - args.chunk + 1, args.chunk):
+    for begin in range(len(begins), len(ids) - size + 1, size):
         for own, scorer in zip(scored, scorers, strict=True):
-            own.append(scorer(np.asarray(ids[begin : begin + args.chunk], np.int32)))
+            own.append(scorer(np.asarray([*begins, *ids[begin : begin + size]], np.int32)))
         result = compared(*scored)
         print(result, flush=True)
     if args.json:
@@ -104,7 +106,7 @@ def compared(exact: list[Scored], rounded: list[Scored]) -> dict[str, float]:
         "perplexity_float32": round(math.exp(of_exact.mean()), 4),
         "perplexity_auto": round(math.exp(of_rounded.mean()), 4),
         "change_percent": round(100 * math.expm1(difference.mean()), 4),
-        "error_percent": round(100 * difference.std() / math.sqrt(len(difference)), 4),
+        "error_percent": round(100 * float(difference.std()) / math.sqrt(len(difference)), 4),
         "same_likeliest_percent": round(100 * float((top == other).mean()), 2),
     }
 

@@ -24,9 +24,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from jaxserve.kernels.block_codes import BLOCK_CODES, SPAN
 from jaxserve.kernels.coded_weight import round_weight
+from jaxserve.kernels.cpu import machine_code
 from jaxserve.kernels.cpu.target import find_target
+from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.matmul import Weight
+from jaxserve.kernels.numba_matmul import make_matmul
 from jaxserve.kernels.packed_codes import BLOCK
 from jaxserve.kernels.packed_codes import pack as pack_code_weight
 from jaxserve.kernels.packed_weight import pack
@@ -83,6 +87,14 @@ def lay_codes(w: Array, storage: Storage, block: int | None) -> Weight:
     return pack_code_weight(rounded, find_target().width)
 
 
+def lay_blocks(w: Array, name: str) -> Weight:
+    """Codes of a GGUF type, in blocks, by rounding to nearest."""
+    code = "int4" if BLOCK_CODES[name].bits == 4 else "int8"
+    storage = Storage(code=code, group=BLOCK_CODES[name].group, blocks=name)
+    rounded = round_weight(np.asarray(w), 1, storage, "float32", Arithmetic(activations="int8", block=SPAN))
+    return make_matmul(Device(backend="cpu", kind="cpu")).convert(rounded)
+
+
 def lay_row_codes(w: Array) -> Weight:
     return lay_codes(w, Storage(code="int8"), BLOCK)
 
@@ -129,11 +141,18 @@ FORMS = (
             ("int8", None, None),
             ("int8", None, BLOCK),
             ("int8", 32, BLOCK),
+            ("int8", 32, None),
+            ("int8", 16, None),
             ("int4", 128, None),
             ("int4", 128, BLOCK),
             ("int4", 32, BLOCK),
+            ("int4", 32, None),
             ("float8_e4m3fn", None, None),
         )
+    ),
+    *(
+        Form(name="blocks", product=packed, lay=functools.partial(lay_blocks, name=name), storage=name)
+        for name in BLOCK_CODES
     ),
 )
 
@@ -211,9 +230,13 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="also write the results here")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 512])
-    parser.add_argument("--only", default="", help="forms whose name begins so")
+    parser.add_argument("--only", default="", help="forms whose name and weights begin so: 'blocks Q4|packed int8'")
+    parser.add_argument("--cache", type=pathlib.Path, help="keep machine code here")
     args = parser.parse_args()
-    forms = [form for form in FORMS if form.name.startswith(args.only)]
+    wanted = tuple(args.only.split("|"))
+    forms = [form for form in FORMS if f"{form.name} {form.storage or form.dtype}".startswith(wanted)]
+    if args.cache:
+        machine_code.keep_machine_code(args.cache)
     rates = [machine_rates()]
     jax.config.update("jax_platforms", "cpu")
     rng = np.random.default_rng(0)

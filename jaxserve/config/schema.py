@@ -42,10 +42,11 @@ class ModelConfig(Section):
     )
     quantization: Literal["auto", "none", "int8", "int8-a8", "int4", "int4-a8", "fp8"] = pydantic.Field(
         default="auto",
-        description="What weights are kept as; auto: as the checkpoint has them, codes or floats; none: codes are "
+        description="What weights are kept as; auto: as the checkpoint has them, codes or floats, and on CPUs products "
+        "with the codes of a GGUF file round activations to eight bits; none: codes are "
         "widened to floats. The others round a float checkpoint at load: int8 and fp8 with a scale for each row, int4 "
         "with one for each 128 inputs; int8-a8 and int4-a8 round activations, too, and int8-a8 can be had of a "
-        "checkpoint of integer codes. Embeddings, norms and routers stay floats.",
+        "checkpoint of integer codes. Embeddings of a float checkpoint, norms and routers stay floats.",
     )
     quantization_rules: dict[str, str] = pydantic.Field(
         default={},

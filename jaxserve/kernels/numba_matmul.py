@@ -39,7 +39,7 @@ def make_matmul(device: Device) -> Matmul:
     def convert(weight: DenseWeight | CodedWeight | WithOffsets) -> Weight:
         if in_blocks(weight):
             return packed_blocks.pack(weight, panel_width())
-        assert not isinstance(weight, WithOffsets), "its parts are products of their own"
+        assert not isinstance(weight, WithOffsets), "its parts are given one by one"
         if weight.num_in == 0:
             return weight
         if isinstance(weight, CodedWeight):
@@ -49,7 +49,7 @@ def make_matmul(device: Device) -> Matmul:
     def shapes(weight: DenseWeight | CodedWeight | WithOffsets) -> Weight:
         if in_blocks(weight):
             return packed_blocks.shape_of(weight, panel_width())
-        assert not isinstance(weight, WithOffsets), "its parts are products of their own"
+        assert not isinstance(weight, WithOffsets), "its parts are given one by one"
         if weight.num_in == 0:
             return weight
         if isinstance(weight, CodedWeight):

@@ -139,12 +139,14 @@ def test_quantised_weights_on_any_number_of_devices(tmp_path: Path) -> None:
 def test_logits_are_those_of_the_float_weights(tmp_path: Path) -> None:
     pair = gguf_models.quantised_pair(tmp_path)
     prompt, logits = np.arange(3, 40, dtype=np.int32), []
-    for path, devices in ((pair.dense, 1), (pair.quantised, 2)):
-        model = load_model(path, dtype="float32", mesh=mesh_of(devices))
+    for path, devices, scheme in ((pair.dense, 1, "none"), (pair.quantised, 2, "none"), (pair.quantised, 2, "auto")):
+        model = load_model(path, dtype="float32", mesh=mesh_of(devices), quantisation=Quantisation(scheme=scheme))
         driver = hf_oracle.Driver(model, num_rows=1, max_len=64, page_size=16)
         logits.append(driver.prefill([prompt], [[]])[0])
-    assert np.abs(logits[0]).max() > 0.1
-    assert np.abs(logits[0] - logits[1]).max() < 1e-4
+    exact, widened, rounded = logits
+    assert np.abs(exact).max() > 0.1
+    assert np.abs(widened - exact).max() < 1e-4
+    assert 1e-4 < np.abs(rounded - exact).max() < 0.05 * np.abs(exact).max()
 
 
 def test_quantised_experts_of_gpt_oss(tmp_path: Path) -> None:

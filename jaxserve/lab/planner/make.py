@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,6 +15,7 @@ from jaxserve.assemble.pictures import plan_pictures
 from jaxserve.chips import Topology, parse_topology
 from jaxserve.config.schema import Config
 from jaxserve.errors import CapacityError, ConfigError
+from jaxserve.kernels.packed_blocks import PackedBlocks
 from jaxserve.kernels.packed_codes import PackedCodes
 from jaxserve.kernels.storage import array_bytes
 from jaxserve.lab.compiled.ahead import AbsentModel, place_ahead
@@ -192,9 +194,13 @@ def _number_bytes(weights: Sequence[nnx.Variable]) -> float:
     for variable in weights:
         # Panels may be a part of the weight: beside others, in an order, with offsets, or of experts.
         parts = jax.tree_util.tree_leaves_with_path(
-            variable.get_raw_value(), is_leaf=lambda part: isinstance(part, PackedCodes)
+            variable.get_raw_value(), is_leaf=lambda part: isinstance(part, PackedCodes | PackedBlocks)
         )
         for place, part in parts:
+            if isinstance(part, PackedBlocks):
+                stored += part.panels.size
+                numbers += part.panels.shape[0] * part.width * math.prod(part.in_shape)
+                continue
             per_byte = 2 if isinstance(part, PackedCodes) and part.code == "int4" else 1
             for path, leaf in jax.tree_util.tree_leaves_with_path(part):
                 stored += array_bytes(leaf.size, leaf.dtype)
