@@ -3,6 +3,7 @@
     python scripts/compare_peers.py --envs DIR --json benchmarks/peers_cpu.json --plot benchmarks/peers_cpu.png
     python scripts/compare_peers.py --envs DIR --dtype best --json benchmarks/peers_cpu_best.json
     python scripts/compare_peers.py --envs DIR --model experts --json benchmarks/peers_experts_cpu.json
+    python scripts/compare_peers.py --envs DIR --model gemma3-270m --json benchmarks/peers_gemma3-270m_cpu.json
     python scripts/compare_peers.py --envs DIR --device gpu --shape llama3-8b --json benchmarks/peers_gpu_llama3-8b.json
 
 `scripts/peers/setup_peers.sh DIR` makes the other engines' environments. Each engine loads the model in a process of
@@ -15,7 +16,6 @@ jaxserve to the other in the same round, more than 1 where jaxserve is the bette
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import signal
 import subprocess
@@ -24,18 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from fetch_real_models import FetchError, ensure_model
 from peers.checkpoint import ensure_checkpoint
 from peers.compare import OURS, Comparison, Plan
-from peers.limits import Limit, best_rates, find_limits, shares
+from peers.limits import Limit, best_rates, find_file_limits, find_limits, shares
 from peers.models import DENSE, MODELS, PeerModel
 from peers.process import SCRIPTS, PeerError, PeerProcess
 from peers.report import agreement_table, limit_table, plot_rows, ratio_table
-from peers.values import Settings
+from peers.values import AS_PUBLISHED, Settings
 from peers.workloads import WORKLOADS, Sizes, describe
 from record import write_record
 
 from jaxserve.lab.bench.rates import machine_rates
 from jaxserve.lab.workloads.tables import make_console, make_title
+from jaxserve.models.checkpoint import read_checkpoint
 
 _MIN_AGREEMENT = (
     0.98  # of choices in float32; llama.cpp's flash attention rounds, and random weights leave logits close
@@ -112,7 +114,9 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "best"), help="default: float32 on a CPU, best on a GPU")
     parser.add_argument("--rounds", type=int, help="default: those of the model")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--model", choices=tuple(MODELS), default=DENSE, help="random weights of a CPU run")
+    parser.add_argument(
+        "--model", choices=tuple(MODELS), default=DENSE, help="of a CPU run: random weights, or a published file"
+    )
     parser.add_argument("--prepare", action="store_true", help="only write the files of weights, and end")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="qwen3-0.6b", help="random weights of a GPU run")
     parser.add_argument("--requests", type=int, help="of the loads with many; default: of the model")
@@ -126,8 +130,10 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args(arguments)
-    args.dtype = args.dtype or ("float32" if args.device == "cpu" else "best")
     model = model_of(args)
+    if is_published(model) and args.dtype:
+        parser.error(f"--dtype: {args.model} has the codes of its file")
+    args.dtype = args.dtype or (AS_PUBLISHED if is_published(model) else "float32" if args.device == "cpu" else "best")
     args.engines = (args.engines or model.engines or DEFAULT_ENGINES[args.device, args.dtype]).split(",")
     args.workloads = (args.workloads or model.workloads).split(",")
     args.rounds = model.rounds if args.rounds is None else args.rounds
@@ -148,7 +154,18 @@ def model_of(args: argparse.Namespace) -> PeerModel:
     return MODELS[args.model if args.device == "cpu" else DENSE]
 
 
+def is_published(model: PeerModel) -> bool:
+    return model.config is None
+
+
+def _config_of(model: PeerModel) -> dict[str, Any]:
+    assert model.config is not None, "a published file"
+    return model.config
+
+
 def dtype_of(kind: Kind, args: argparse.Namespace) -> str:
+    if args.dtype == AS_PUBLISHED:
+        return AS_PUBLISHED
     return kind.dtype or ("float32" if args.dtype == "float32" else kind.best[args.device])
 
 
@@ -159,6 +176,11 @@ def find_files(name: str, args: argparse.Namespace) -> Path:
     kind = KINDS[name]
     name = model_of(args).dense if kind.dense else args.model
     assert name is not None, "an engine for a dense model beside experts is refused where there is none"
+    if is_published(MODELS[name]):
+        try:
+            return ensure_model(name, say=lambda line: print(line, file=sys.stderr, flush=True))
+        except FetchError as error:
+            raise PeerError(str(error)) from error
     model = ensure_checkpoint(name, args.envs / "models")
     if kind.module == "llamacpp":
         dtype = dtype_of(kind, args)
@@ -232,9 +254,12 @@ class Report:
             return {}
         best = best_rates(self.rates, self.args.threads)
         model = model_of(self.args)
+        if is_published(model):
+            found = find_file_limits(find_files(OURS, self.args), self.sizes, best)
+            return dict.fromkeys(self.args.engines, found)
         return {
             name: find_limits(
-                MODELS[model.dense].config if KINDS[name].dense and model.dense else model.config,
+                _config_of(MODELS[model.dense] if KINDS[name].dense and model.dense else model),
                 self.sizes,
                 KINDS[name].weights or dtype_of(KINDS[name], self.args),
                 best,
@@ -318,7 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
         plan = Plan(
             rounds=args.rounds,
             sizes=sizes,
-            vocab=json.loads((files[0] / "config.json").read_text())["vocab_size"],
+            vocab=read_checkpoint(files[0]).config["vocab_size"],
             load=args.load,
             rate=args.rate,
             max_noise=args.max_noise,

@@ -84,6 +84,7 @@ def _make(tensor: _Tensor, rng: np.random.Generator) -> np.ndarray:
 
 def _tensors(model: PeerModel) -> Iterator[_Tensor]:
     config = model.config
+    assert config is not None, "a published file has its own weights"
     match config["model_type"]:
         case "llama" | "mixtral" | "gemma2":
             return _like_llama(config, model.embedding_std)

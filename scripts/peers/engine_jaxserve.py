@@ -9,7 +9,7 @@ import time
 
 from jaxserve import AsyncLLM, SamplingParams, __version__
 from jaxserve.lab.bench.about import about_device, about_machine
-from peers.values import Answer, Ask, Settings
+from peers.values import AS_PUBLISHED, Answer, Ask, Settings
 
 
 class Engine:
@@ -24,7 +24,7 @@ class Engine:
             "model.path": settings.model,
             "model.random_weights": settings.random_weights,
             "model.skip_tokenizer": True,
-            "model.dtype": settings.dtype,
+            "model.dtype": "auto" if settings.dtype == AS_PUBLISHED else settings.dtype,
             "model.max_len": settings.max_len,
             **room,
             "runtime.background_buckets": False,  # nothing is compiled beside what is measured

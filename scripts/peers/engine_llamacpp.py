@@ -13,12 +13,13 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-from peers.values import Answer, Ask, Settings
+from peers.values import AS_PUBLISHED, Answer, Ask, Settings
 
 _BATCH = 512  # tokens of a step; more only delays the sequences that already run
 _MIN_SHARED = 32  # tokens; shorter beginnings are not worth a copy
 _TYPES = {"float32": ("f32", llama_cpp.GGML_TYPE_F32), "bfloat16": ("bf16", llama_cpp.GGML_TYPE_F16)}
 _TYPES["q8_0"] = ("q8_0", llama_cpp.GGML_TYPE_F16)  # keys and values: float16 is llama.cpp's default
+_TYPES[AS_PUBLISHED] = (AS_PUBLISHED, llama_cpp.GGML_TYPE_F16)
 
 
 class _Row:
@@ -39,7 +40,9 @@ class Engine:
         self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._log, ctypes.c_void_p())
         llama_cpp.llama_backend_init()
-        path = Path(settings.model).with_suffix(f".{suffix}.gguf")
+        path = Path(settings.model)
+        if settings.dtype != AS_PUBLISHED:
+            path = path.with_suffix(f".{suffix}.gguf")
         model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         if not model:
             raise FileNotFoundError(f"llama.cpp cannot load {path}")

@@ -6,10 +6,14 @@ through its output. Activations are not counted, since they fit into the caches.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from jaxserve.gguf_file import find_gguf, read_gguf
 from jaxserve.lab.roofline import Work
+from jaxserve.models.checkpoint import read_checkpoint
 from jaxserve.models.family import FAMILIES
 from peers.figures import DECODE, PREFILL, Row
 from peers.workloads import Sizes
@@ -52,8 +56,30 @@ def find_limits(
     architecture = config["architectures"][0]
     model = FAMILIES.get(architecture).decoder_config(config, architecture)
     work = Work(model=model, weight_size=_WIDTH[dtype], cache_size=_CACHE_WIDTH.get(dtype, 4))
-    head_size = _HEAD_WIDTH.get(dtype, work.weight_size)
-    has_compute_rate = rates is not None and dtype == "float32"
+    return _limits(work, _HEAD_WIDTH.get(dtype, work.weight_size), sizes, rates, has_compute_rate=dtype == "float32")
+
+
+def find_file_limits(path: Path, sizes: Sizes, rates: Mapping[str, float] | None) -> dict[str, Limit]:
+    """The same of a GGUF file, whose matrices have the bytes of the file, and keys and values two a number."""
+    checkpoint, first = read_checkpoint(path), find_gguf(path)
+    assert checkpoint.family is not None and first is not None, path
+    matrices = {name: tensor for name, tensor in read_gguf(first).tensors.items() if len(tensor.shape) > 1}
+    table = matrices.pop("token_embd.weight")
+    head = matrices.pop("output.weight", table)
+
+    def width(*tensors: Any) -> float:
+        return sum(tensor.num_bytes for tensor in tensors) / sum(math.prod(tensor.shape) for tensor in tensors)
+
+    model = FAMILIES.get(checkpoint.family).decoder_config(checkpoint.config, str(path))
+    work = Work(model=model, weight_size=width(*matrices.values()), cache_size=2)
+    return _limits(work, width(head), sizes, rates, has_compute_rate=False)
+
+
+def _limits(
+    work: Work, head_size: float, sizes: Sizes, rates: Mapping[str, float] | None, *, has_compute_rate: bool
+) -> dict[str, Limit]:
+    """`head_size`: bytes of a number of the table of the logits."""
+    model = work.model
 
     def limit(figure: str, tokens: int, rows: int, context: float) -> Limit:
         table = model.vocab_size * model.hidden_size
@@ -67,7 +93,9 @@ def find_limits(
             step_bytes=step_bytes,
             step_flops=step_flops,
             byte_limit=tokens * rates["read_gb_per_s"] * 1e9 / step_bytes if rates else None,
-            compute_limit=tokens * rates["multiply_add_gflop_per_s"] * 1e9 / step_flops if has_compute_rate else None,
+            compute_limit=tokens * rates["multiply_add_gflop_per_s"] * 1e9 / step_flops
+            if rates and has_compute_rate
+            else None,
         )
 
     halfway = sizes.prompt + sizes.output / 2

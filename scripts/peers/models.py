@@ -1,7 +1,8 @@
 """The models of comparisons on a CPU, as values: a config in Hugging Face's form, and how much is asked of it.
 
-`checkpoint` gives them random weights. The expert model reads as many bytes for one token as the dense one of 125 M
-parameters does (two of its experts are as wide as that one's feed-forward block), so both are measured in one run.
+`checkpoint` gives them random weights; published files have their own, and no config here. The expert model reads as
+many bytes for one token as the dense one of 125 M parameters does (two of its experts are as wide as that one's
+feed-forward block), so both are measured in one run.
 """
 
 import dataclasses
@@ -23,7 +24,8 @@ class PeerModel:
     """One model.
 
     Attributes:
-      config: of its config.json.
+      config: of its config.json; None: `fetch_real_models.py` has a GGUF file of this name, whose weights are used as
+        they are.
       embedding_std: of the table of embeddings; all other matrices have 0.02.
       sizes: of the requests.
       rounds: so many that the command ends within ten minutes on two quiet cores.
@@ -33,7 +35,7 @@ class PeerModel:
       overrides: of jaxserve's config. It compiles a step for each size of a batch, so few sizes make a short start.
     """
 
-    config: dict[str, Any]
+    config: dict[str, Any] | None
     embedding_std: float = 0.02
     sizes: Sizes = dataclasses.field(default_factory=Sizes)
     rounds: int = 5
@@ -133,7 +135,17 @@ def _gemma2(
 # whatever the table; `checkpoint` gives it small weights.
 _GEMMA_STD = 0.005
 
+_PUBLISHED = PeerModel(
+    config=None,
+    sizes=Sizes(requests=16),
+    engines="jaxserve,llamacpp",
+    workloads=_FAMILY_WORKLOADS,
+    overrides=_WHOLE_PROMPTS,
+)
+
 MODELS = {
+    "gemma3-270m": _PUBLISHED,
+    "qwen2.5-coder-0.5b": _PUBLISHED,
     DENSE: PeerModel(
         config=_llama(hidden=768, layers=12, heads=12, kv_heads=4, ffn=2048, vocab=32000), overrides=_WHOLE_PROMPTS
     ),

@@ -7,6 +7,8 @@ jaxserve.
 import dataclasses
 from typing import Any
 
+AS_PUBLISHED = "as published"  # the codes of a file, and what the engine does with them by default
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
@@ -41,9 +43,9 @@ class Settings:
     """How an engine is set up; the same for all but for what they cannot share.
 
     Attributes:
-      model: directory with config.json, and model.safetensors unless `random_weights`.
+      model: directory with config.json, and model.safetensors unless `random_weights`; or a published GGUF file.
       random_weights: the engine makes weights of its own on the device.
-      dtype: "float32", "bfloat16" or, of llama.cpp, "q8_0".
+      dtype: "float32", "bfloat16", of llama.cpp "q8_0", or `AS_PUBLISHED`.
       device: "cpu" or "gpu".
       threads: of a CPU.
       max_len: tokens of the longest request, prompt and output.
