@@ -12,7 +12,7 @@ import pytest
 from peers.checkpoint import ensure_checkpoint
 from peers.compare import Comparison, Plan
 from peers.figures import Agreement, make_rows, measure
-from peers.limits import best_rates, find_limits, shares
+from peers.limits import best_rates, find_file_limits, find_limits, shares
 from peers.models import DENSE, MODELS
 from peers.noise import Used, others_share, read_used
 from peers.process import PeerError, PeerProcess
@@ -20,6 +20,7 @@ from peers.values import Answer, Ask, Settings, answers_from_json, answers_to_js
 from peers.workloads import TINY, WORKLOADS, Sizes, describe, make_again, make_asks, make_warm_up
 from safetensors.numpy import load_file
 
+from jaxserve.gguf_file import read_gguf
 from jaxserve.models.decoder_config import ExpertSpec
 from jaxserve.models.family import FAMILIES
 
@@ -221,6 +222,17 @@ def test_the_expert_model_reads_as_many_bytes_a_token_as_the_dense_one():
     assert limit.byte_limit is not None and limit.compute_limit is not None
     of_both = {"of_byte_limit": 100.0 / limit.byte_limit, "of_compute_limit": 100.0 / limit.compute_limit}
     assert shares(row, {"jaxserve": dense}) == {"jaxserve": of_both}
+
+
+def test_a_published_file_is_read_once_for_a_token_at_its_own_bytes():
+    path, sizes = Path(__file__).parents[1] / "fixtures/gguf/llama.gguf", Sizes(prompt=8, output=4)
+    tensors = {name: found for name, found in read_gguf(path).tensors.items() if len(found.shape) > 1}
+    assert {"token_embd.weight", "output.weight"} <= tensors.keys(), "rows of one table are looked up"
+    read = sum(found.num_bytes for name, found in tensors.items() if name != "token_embd.weight")
+    layers, keys = sum("attn_k" in name for name in tensors), tensors["blk.0.attn_k.weight"].shape[0]
+    limit = find_file_limits(path, sizes, {"read_gb_per_s": 20.0, "multiply_add_gflop_per_s": 200.0})["one"]
+    assert limit.step_bytes == pytest.approx(read + 2 * 2 * layers * keys * (sizes.prompt + sizes.output / 2 + 1))
+    assert limit.compute_limit is None, "the rate is that of float32"
 
 
 def test_the_best_rates_of_a_run_count_and_only_those_of_as_many_threads():

@@ -4,6 +4,7 @@ Kernels are compiled with Numba, their machine code is kept on disk, and XLA is 
 `scratch` and `implementation` can be imported without Numba.
 """
 
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -157,9 +158,17 @@ def make_beside(kernel: str, form: str) -> None:
             return
         command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(path.parent), kernel, form]
         with contextlib.suppress(OSError):  # then this process compiles it
-            _KEPT.making[name] = subprocess.Popen(
+            process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
+            _KEPT.making[name] = process
+            atexit.register(_end, process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Of a process for which nobody may have waited: this one leaves none, be it one that has ended."""
+    process.kill()
+    process.wait()
 
 
 def make_file(folder: str, kernel: str, form: str) -> None:
