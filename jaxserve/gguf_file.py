@@ -156,9 +156,9 @@ class GgufTensor:
         return math.prod(self.shape) // self.block * self.block_bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GgufFile:
-    """One model. `path`: its file, or the first of its parts."""
+    """One model, the same object as long as its files are the same. `path`: its file, or the first of its parts."""
 
     path: Path
     metadata: Mapping[str, Any]

@@ -35,6 +35,7 @@ from jaxserve.runtime.adapters import AdapterSizes, AdapterWriter, slot_sharding
 from jaxserve.runtime.apart import Orders, StepsApart, plain_settings
 from jaxserve.runtime.batch_invariance import check_kernels, check_steps, describe_invariance
 from jaxserve.runtime.canonical_pages import SlotForm, slot_form
+from jaxserve.runtime.checked_kernels import CheckedKernels
 from jaxserve.runtime.compile import (
     Compiled,
     Compiler,
@@ -301,10 +302,15 @@ def _make_plan(
         machine_code.keep_machine_code(directory)
         if config.kernels.paged_attention in ("auto", "numba_cpu"):
             machine_code.make_beside("attention", sizes.cache_dtype.name)
+    checked = None
+    if directory is not None and sizes.backend == "cpu":
+        checked = CheckedKernels(folder=directory / "checked")
     progress.begin(_kernels_phase(sizes, directory))
     adapted = sizes.adapters is not None
-    matmul = choose(MATMUL, config, matmul_uses(dtype, shapes[0].mesh, shapes[0].kept, adapters=adapted), device)
-    grouped = choose_grouped_matmul(config, partition, dtype, shapes[0].kept, device)
+    matmul = choose(
+        MATMUL, config, matmul_uses(dtype, shapes[0].mesh, shapes[0].kept, adapters=adapted), device, checked
+    )
+    grouped = choose_grouped_matmul(config, partition, dtype, shapes[0].kept, device, checked)
     forms = Forms(matmul=matmul, grouped_matmul=grouped)
     products = {"matmul": matmul} | ({} if grouped is None else {"grouped_matmul": grouped})
     packers = [product.convert for product in products.values()]
@@ -318,7 +324,7 @@ def _make_plan(
     selector, uses = resolve_selector(config, sizes.page_size), attention_uses(partition.local, sizes, dtype)
     heads = () if selector is None else tuple(map(single_head, uses))
     drafts = draft_uses(sizes, partition.devices, dtype)
-    attention = choose(PAGED_ATTENTION, config, (*uses, *heads, *drafts), device)
+    attention = choose(PAGED_ATTENTION, config, (*uses, *heads, *drafts), device, checked)
     sources = (attention.attend, *(() if selector is None else (type(selector),)))
     if selector is not None:
         attention = with_selector(attention, selector, uses)

@@ -6,6 +6,7 @@ None of them needs weights. The number of pages is decided in `memory`.
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from jaxserve.models.quantised import Kept
 from jaxserve.models.weights import Path
 from jaxserve.runtime.adapters import AdapterSizes
 from jaxserve.runtime.buckets import DEFAULTS, make_buckets
+from jaxserve.runtime.checked_kernels import CheckedKernels
 from jaxserve.runtime.drafter import FromTokens, Speculation
 from jaxserve.runtime.drafting import DRAFTERS, DrafterOptions
 from jaxserve.runtime.executables import Sizes
@@ -137,10 +139,11 @@ def choose_grouped_matmul(
     dtype: np.dtype,
     kept: Mapping[Path, Kept],
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+    checked: CheckedKernels | None = None,
 ) -> GroupedMatmul | None:
     """`choose` for the products of experts; None for a model that has none. Raises ConfigError as it does."""
     uses = grouped_uses(partition, dtype, kept)
-    return choose(GROUPED_MATMUL, config, uses, device) if uses else None
+    return choose(GROUPED_MATMUL, config, uses, device, checked) if uses else None
 
 
 def resolve_sizes(config: Config, model: DecoderConfig, weights_dtype: np.dtype, backend: str) -> Sizes:
@@ -265,8 +268,10 @@ def choose(
     config: Config,
     uses: Sequence[U],
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+    checked: CheckedKernels | None = None,
 ) -> I:
-    """The implementation of `op` that the config names, or the best one, ready and checked on `device`.
+    """The implementation of `op` that the config names, or the best one, ready and checked on `device`, be it by an
+    earlier start (`checked`).
 
     'auto' takes the next one, with a warning, where kernels cannot be compiled here or are slower than XLA's. Raises
     ConfigError as `Op.resolve` and `Op.check` do, and KernelsUnavailable for kernels that the config names.
@@ -279,9 +284,30 @@ def choose(
         found = op.resolve(device=described, uses=uses, passed_over=passed_over)
     if config.kernels.self_check and found.name != op.reference:
         with jax.default_device(device):
-            error = max(op.check(found, use, described) for use in uses)
+            error = max(_error_of(op, found, use, device, checked) for use in uses)
         logger.info("%s: %r is right to %.1e on this device", op.name, found.name, error)
     return found
+
+
+def _error_of(
+    op: Op[I, U],
+    implementation: I,
+    use: U,
+    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+    checked: CheckedKernels | None,
+) -> float:
+    """`Op.check`, or what an earlier start has found with the same source. Kernels from elsewhere have no digest."""
+    fields: Any = op.kind
+    given = [getattr(implementation, field.name) for field in dataclasses.fields(fields)]
+    functions = [op.error, op.case_of, op.limit, *filter(callable, given)]
+    is_ours = all(str(getattr(function, "__module__", "")).startswith("jaxserve.") for function in functions)
+    if checked is None or not is_ours:
+        return op.check(implementation, use, describe(device))
+    facts = (op.name, implementation.name, use)
+    if (error := checked.error_of(device, *facts)) is None:
+        error = op.check(implementation, use, describe(device))
+        checked.keep(error, device, *facts)
+    return error
 
 
 def _passes_over(op: Op[I, U], implementation: I, uses: Sequence[U], choice: object) -> str | None:

@@ -80,13 +80,13 @@ class ExecutableStore:
         self._told = False
         self._memory: dict[str, bytes] = {}
         self._locks: collections.defaultdict[str, threading.Lock] = collections.defaultdict(threading.Lock)
-        self.digest = _digest(devices, [_source_digest(), *self._facts])
+        self.digest = digest_of(devices, [source_digest(), *self._facts])
 
     def on(self, devices: list[jax.Device]) -> "ExecutableStore":  # pyright: ignore[reportInvalidTypeForm]
         """The same executables for another replica, whose devices are as many and of the same kind."""
         other = copy.copy(self)  # files, memory and locks are shared
         other._devices = devices
-        other.digest = _digest(devices, [_source_digest(), *self._facts])
+        other.digest = digest_of(devices, [source_digest(), *self._facts])
         return other
 
     def building(self, name: str) -> threading.Lock:
@@ -156,7 +156,7 @@ class ExecutableStore:
                     part.unlink(missing_ok=True)
 
     def _program_name(self, program: str) -> str:
-        return f"program-{_digest(self._devices, [_writer_digest(), program])}"
+        return f"program-{digest_of(self._devices, [_writer_digest(), program])}"
 
     def _file_name(self, name: str) -> str:
         return f"{name.replace(' ', '-')}-{self.digest}"
@@ -266,7 +266,8 @@ class _Moved(pickle.Unpickler):
         return options
 
 
-def _digest(devices: list[jax.Device], facts: list[str]) -> str:  # pyright: ignore[reportInvalidTypeForm]
+def digest_of(devices: list[jax.Device], facts: list[str]) -> str:  # pyright: ignore[reportInvalidTypeForm]
+    """Of facts, the versions, the settings of JAX and XLA, and the kind of the devices."""
     return hashlib.sha256("\0".join([*_surroundings(devices), *facts]).encode()).hexdigest()[:40]
 
 
@@ -300,7 +301,7 @@ def traced_files() -> list[Path]:
 
 
 @functools.cache
-def _source_digest() -> str:
+def source_digest() -> str:
     """Digest of all files that the text of a program can come from, tuned tables included."""
     return _digest_of_files(traced_files())
 

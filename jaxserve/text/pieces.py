@@ -15,8 +15,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 def piece_bytes(piece: str) -> bytes:
     """Bytes of one sentencepiece-style piece: `<0x0A>` is one byte, U+2581 is a space."""
-    match = _BYTE_PIECE.match(piece)
-    if match:
+    if piece.startswith("<0x") and (match := _BYTE_PIECE.match(piece)):
         return bytes([int(match[1], 16)])
     return piece.replace(SPACE_MARK, " ").encode("utf-8")
 

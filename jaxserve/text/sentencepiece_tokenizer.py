@@ -136,10 +136,9 @@ def _all_added_tokens(processor: sentencepiece.SentencePieceProcessor, files: To
 
     Sentencepiece never produces its control pieces from text, so all of them must be cut out beforehand.
     """
-    size = processor.get_piece_size()
-    by_text = {}
-    for token_id in range(size):
-        if processor.is_control(token_id) or processor.is_unknown(token_id):
+    ids, by_text = list(range(processor.get_piece_size())), {}
+    for token_id, *is_special in zip(ids, processor.is_control(ids), processor.is_unknown(ids), strict=True):
+        if any(is_special):
             content = processor.id_to_piece(token_id)
             by_text[content] = AddedToken(content=content, token_id=token_id, special=True)
     explicit = {token.content: token for token in files.added_tokens}

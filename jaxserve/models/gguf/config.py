@@ -5,6 +5,7 @@ projection is the table of embeddings, and which projections have biases.
 """
 
 import dataclasses
+import functools
 import struct
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -252,15 +253,21 @@ def _vocab_size(file: GgufFile, reader: _Reader) -> int:
 
 def _ids(file: GgufFile, name: str) -> dict[str, Any]:
     """The ids that begin and end a text."""
-    ends = [file.get(key, int) for key in _END_KEYS]
+    ends = [*(file.get(key, int) for key in _END_KEYS), *_control_ends(file, name)]
+    found = {"bos_token_id": file.get("tokenizer.ggml.bos_token_id", int)}
+    found["eos_token_id"] = sorted({token_id for token_id in ends if token_id is not None}) or None
+    return {field: value for field, value in found.items() if value is not None}
+
+
+@functools.lru_cache(maxsize=4)  # a start reads its config from six places; a vocabulary takes 0.2 s
+def _control_ends(file: GgufFile, name: str) -> tuple[int, ...]:
+    """Control tokens whose text ends a text."""
     tokens, types = (file.metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if isinstance(tokens, GgufArray) and isinstance(types, GgufArray) and tokens.type is ValueType.STRING:
         wanted = set(_END_TEXTS) - set(_NOT_AN_END.get(name, ()))
         control = {i for i, kind in enumerate(types.read()) if kind == _CONTROL}
-        ends += [i for i, text in tokens.read_texts(control).items() if text in wanted]
-    found = {"bos_token_id": file.get("tokenizer.ggml.bos_token_id", int)}
-    found["eos_token_id"] = sorted({token_id for token_id in ends if token_id is not None}) or None
-    return {field: value for field, value in found.items() if value is not None}
+        return tuple(i for i, text in tokens.read_texts(control).items() if text in wanted)
+    return ()
 
 
 def _read_rope(file: GgufFile, reader: _Reader, config: dict[str, Any]) -> None:
