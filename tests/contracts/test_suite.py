@@ -56,7 +56,7 @@ def test_a_changed_part_of_a_program_has_executables_of_its_own(
         shutil.copy(path, copy)
     monkeypatch.setattr(store, "_PACKAGE", package)
     files = store.traced_files()
-    digest = store._source_digest.__wrapped__
+    digest = store.source_digest.__wrapped__
     seen = {digest()}
     for file in files[:: len(files) // 12]:
         file.write_text(file.read_text() + "\n")
