@@ -262,8 +262,8 @@ class KernelsConfig(Section):
     )
     self_check: bool = pydantic.Field(
         default=True,
-        description="Compare kernels with float64 on the device at the start (a second), on a CPU once for each version "
-        "of the source; not those of xla.",
+        description="Compare kernels with float64 on the device at the start (a second), on a CPU once for each "
+        "version of the source; not those of xla.",
     )
 
 
