@@ -212,8 +212,9 @@ def _outlive_one_signal() -> None:
         logger.warning("%s: waiting for process 0 to end; once more ends this process", signal.Signals(number).name)
         signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, take)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
+            signal.signal(number, take)
 
 
 def _leave_at_once(error: BaseException) -> None:

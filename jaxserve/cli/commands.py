@@ -143,7 +143,7 @@ def _convert_apart(source: Path, target: Path) -> int:
         complain(f"interrupted: nothing was written to {target}")
         raise typer.Exit(128 + number)
 
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, leave) for number in numbers}
     try:
         with new_directory(target) as made:

@@ -32,7 +32,7 @@ from jaxserve.kv.handoff import (
 from jaxserve.kv.leases import LeaseGone, LeaseName, Leases, OtherEpoch
 from jaxserve.sched.page_exchange import Lent, Prompt
 from jaxserve.serve.handoff import HandoffCounts, HandoffSetup
-from jaxserve.serve.page_port import PORT_OPTIONS, call_threads, mutual_credentials
+from jaxserve.serve.page_port import PORT_OPTIONS, DecodedMessages, call_threads, mutual_credentials
 from jaxserve.serve.ports import HeldPort
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,7 @@ class HandoffSender:
         held.close()
         server = self._server = grpc.server(
             call_threads("handoff", config.max_pulls + 2, 8 * config.max_pulls),
+            interceptors=[DecodedMessages()],
             maximum_concurrent_rpcs=8 * config.max_pulls,
             options=[("grpc.max_receive_message_length", _MAX_REQUEST_BYTES), *PORT_OPTIONS],
         )

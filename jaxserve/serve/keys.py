@@ -36,12 +36,16 @@ class KnownKeys:
 
     def accept(self, authorization: str) -> bool:
         """Whether a header `authorization: Bearer KEY` has one of them."""
-        scheme, _, key = authorization.partition(" ")
-        given = _digest(key.strip().encode("latin-1", errors="replace"))
-        found = False
+        given, found = _digest(key_of(authorization).encode("latin-1", errors="replace")), False
         for known in self._digests:  # all of them, even after a match
             found |= hmac.compare_digest(given, known)
-        return found and scheme.lower() == "bearer"
+        return found
+
+
+def key_of(authorization: str) -> str:
+    """The key of a header `authorization: Bearer KEY`, however it is spelled; "" where the header has none."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _digest(key: bytes) -> bytes:

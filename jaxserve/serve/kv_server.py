@@ -25,7 +25,7 @@ from jaxserve.kv.gen import pages_pb2_grpc as pb_grpc
 from jaxserve.kv.memory_store import MemoryStore
 from jaxserve.kv.names import BlobName, is_shown_name
 from jaxserve.kv.remote import MAX_NAMES, MESSAGE_OVERHEAD
-from jaxserve.serve.page_port import PORT_OPTIONS, call_threads, mutual_credentials
+from jaxserve.serve.page_port import PORT_OPTIONS, DecodedMessages, call_threads, mutual_credentials
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def kv_server_forever(config: Config) -> int:
-    """Serves until SIGTERM or SIGINT. Must be called on the main thread. Returns the exit code. Raises ConfigError."""
+    """Serves until a signal (`shutdown`). Must be called on the main thread. Returns the exit code. Raises ConfigError."""
     return run_with_signals(lambda shutdown: kv_server(config.kv_server, shutdown))
 
 
@@ -159,6 +159,7 @@ def _server(config: KVServerConfig, blobs: Blobs) -> grpc.Server:
     pool = call_threads("kv-server", config.threads, max_calls)
     server = grpc.server(
         pool,
+        interceptors=[DecodedMessages()],
         maximum_concurrent_rpcs=max_calls,
         options=[
             ("grpc.max_receive_message_length", config.max_page_bytes + MESSAGE_OVERHEAD),

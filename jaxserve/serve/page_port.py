@@ -10,6 +10,7 @@ from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from jaxserve.config.addresses import is_loopback
 from jaxserve.errors import ConfigError
@@ -24,6 +25,36 @@ PORT_OPTIONS = (
 )
 
 T = TypeVar("T")
+
+
+class DecodedMessages(grpc.ServerInterceptor):
+    """Answers a message that cannot be decoded with INVALID_ARGUMENT, as the doors do. gRPC itself would say INTERNAL,
+    and write a traceback to the log."""
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Any],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:  # a grpc.RpcMethodHandler, or None for a method that does not exist
+        handler = continuation(handler_call_details)
+        if handler is None:
+            return None
+        assert not handler.request_streaming, f"{handler_call_details.method} streams requests; wrap that kind too"
+        behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
+        parse = handler.request_deserializer
+
+        def call(raw: bytes, context: grpc.ServicerContext) -> Any:
+            try:
+                request = parse(raw)
+            except DecodeError as error:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message cannot be decoded: {error}")
+                raise AssertionError("abort raises") from error
+            return behaviour(request, context)
+
+        wrap = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return wrap(call, request_deserializer=None, response_serializer=handler.response_serializer)
 
 
 def call_threads(name: str, threads: int, max_calls: int) -> Any:  # the stubs of gRPC ask for a ThreadPoolExecutor

@@ -43,7 +43,7 @@ class Routing(NamedTuple):
 
 
 def route_forever(config: Config) -> int:
-    """Routes until SIGTERM or SIGINT. Must be called on the main thread. Returns the exit code.
+    """Routes until a signal (`shutdown`). Must be called on the main thread. Returns the exit code.
 
     The first signal drains: no new requests, `serve.drain_s` seconds for the running ones, which then end with
     UNAVAILABLE. A second signal ends them at once. Raises ConfigError, and CheckpointError for the tokenizer.

@@ -99,7 +99,7 @@ def serve_forever(
     settings: Mapping[str, object] | None = None,
     adapters_dir: str | None = None,
 ) -> int:
-    """Starts the engine and the servers; returns after SIGTERM or SIGINT, or when the engine has died.
+    """Starts the engine and the servers; returns after a signal (`shutdown`), or when the engine has died.
 
     `ports` that are held already are listened on; the others are bound now. `handoff`: the engine exchanges pages with
     others. `weights`: operators may give it other weights. `settings`: the whole config for operators to see; None:

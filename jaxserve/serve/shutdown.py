@@ -57,13 +57,15 @@ class Shutdown:
 
 
 def run_with_signals(work: Callable[[Shutdown], Awaitable[int]]) -> int:
-    """Runs `work` on an event loop of its own, SIGTERM and SIGINT set its flags. Must be called on the main thread."""
+    """Runs `work` on an event loop of its own, whose flags are set by SIGTERM, SIGINT and SIGHUP, that of a closed
+    terminal. One that is ignored already, as after `nohup`, stays so. Must be called on the main thread."""
 
     async def main() -> int:
         shutdown = Shutdown()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, shutdown.request)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, shutdown.request)
         return await work(shutdown)
 
     return asyncio.run(main())

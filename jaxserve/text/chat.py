@@ -150,6 +150,9 @@ class ChatTemplate:
                 "this model has no chat template; send a plain prompt, or add chat_template.jinja to its directory"
             )
         values = {"documents": None, **plain(variables or {}, "template variables")}
+        for name, text in self._tokens.items():
+            if values.get(name, text) != text:
+                raise InvalidRequest(f"the template variable {name} is the model's own, {text!r}; leave it out")
         values["add_generation_prompt"] = add_generation_prompt
         values["tools"] = None if tools is None else plain(list(tools), "tools")
         refusal: Exception | None = None

@@ -68,6 +68,21 @@ def test_names_and_sizes_are_checked(tmp_path: Path) -> None:
     server.stop()
 
 
+@pytest.mark.parametrize(
+    "method", [f"{pb.DESCRIPTOR.services_by_name['Pages'].full_name}/Read", "grpc.health.v1.Health/Check"]
+)
+def test_what_cannot_be_decoded_is_no_defect_of_the_server(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    server = serve()
+
+    with grpc.insecure_channel(server.address) as channel:
+        for body in (b"\xff", b"\x0a\x05ab", b"\x0a\x02\xff\xfe"):
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(f"/{method}")(body, timeout=WAIT_S)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+    server.stop()
+    assert "Traceback" not in caplog.text and not caplog.records
+
+
 def test_a_server_that_lies_is_found_out() -> None:
     """It has the bytes of a page, and not the secret."""
     server = serve()

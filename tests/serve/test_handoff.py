@@ -253,6 +253,9 @@ def test_strangers_read_nothing_and_stay_bounded(tmp_path: Path) -> None:
             assert code(pb.PullRequest(lease=good, page_tokens=2**31)) == "INVALID_ARGUMENT"
             long = pb.LeaseName(transfer_id=b"x" * 10_000, epoch=good.epoch)
             assert code(pb.PullRequest(lease=long)) == "RESOURCE_EXHAUSTED"  # a message of that size
+            with pytest.raises(grpc.RpcError) as undecoded:
+                list(channel.unary_stream(f"/{pb.DESCRIPTOR.services_by_name['Handoffs'].full_name}/Pull")(b"\xff"))
+            assert undecoded.value.code().name == "INVALID_ARGUMENT", "it is no defect of the server"
             random_ = random.Random(1)
             for number in range(150):  # noise, and requests that noise has changed
                 method = ("Pull", "Renew", "Release")[number % 3]

@@ -343,7 +343,7 @@ def _server_process(drain_s: float) -> Iterator[tuple[subprocess.Popen[str], str
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_drains_and_the_process_exits_with_0(number: signal.Signals) -> None:
     with _server_process(drain_s=WAIT_S) as (process, address), Client(address) as client:
         running = client.generate([1], SamplingParams(temperature=0.0, max_tokens=60), timeout_s=WAIT_S)

@@ -95,6 +95,20 @@ def test_a_faulty_or_hostile_template_is_a_typed_error(source):
         ChatTemplate(source).render(USER)
 
 
+@pytest.mark.parametrize("name", ["bos_token", "eos_token"])
+def test_tokens_of_the_model_are_no_variables_of_a_caller(tmp_path: Path, name: str) -> None:
+    """Text in their place would stand outside of every turn."""
+    source = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}{{ more }}"
+    template = ChatTemplate.of(load_tokenizer(with_template(tmp_path, "spm_bpe", source)))
+    whole = template.render(USER, variables={"more": "!"})
+    own = {"bos_token": whole.partition("hi")[0], "eos_token": whole.partition("hi")[2].removesuffix("!")}
+    assert whole.endswith("!") and own["bos_token"]
+    assert template.render(USER, variables={"more": "!", name: own[name]}) == whole, "it changes nothing"
+    for text in ("evil ", "", None):
+        with pytest.raises(InvalidRequest, match=f"{name} is the model's own"):
+            template.render(USER, variables={name: text})
+
+
 def test_helpers_of_a_template():
     def now():
         return datetime.datetime(2026, 3, 1)

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.errors import Unauthenticated
 from jaxserve.serve.http.errors import error_response
-from jaxserve.serve.keys import KnownKeys
+from jaxserve.serve.keys import KnownKeys, key_of
 
 # Balancers have no key, and the page at / asks its user for one: it holds nothing itself.
 PROBES = frozenset({"/health", "/live", "/ready", "/ping"})
@@ -53,8 +53,11 @@ class ApiKeys:
 
 
 def owner_of(headers: Headers) -> bytes:
-    """Whose call this is: a digest of its key, which is not kept itself. All calls without a key have one owner."""
-    return hashlib.sha256(_authorization(headers).encode()).digest()
+    """Whose call this is: a digest of its key, which is not kept itself, in one spelling of the header. All calls
+    without a key have one owner."""
+    header = _authorization(headers)
+    key = key_of(header)
+    return hashlib.sha256((f"Bearer {key}" if key else header).encode()).digest()
 
 
 def _authorization(headers: Headers) -> str:

@@ -77,6 +77,21 @@ def _bounded(given: Any, most: int) -> Any:
     return given
 
 
+def _check_metadata(given: dict[str, Any]) -> dict[str, Any]:
+    """As much as OpenAI keeps. What is kept is read again with every answer or list, so it must be small."""
+    limits = {"pairs": _MOST_PAIRS, "name": _MOST_NAME, "value": _MOST_VALUE}
+    is_small = len(given) <= _MOST_PAIRS and all(
+        len(name) <= _MOST_NAME and len(value if isinstance(value, str) else json.dumps(value)) <= _MOST_VALUE
+        for name, value in given.items()
+    )
+    if not is_small:
+        text = "at most {pairs} pairs are kept, with names of {name} and values of {value} characters; send less"
+        raise pydantic_core.PydanticCustomError("metadata", text, limits)
+    return given
+
+
+_MOST_PAIRS, _MOST_NAME, _MOST_VALUE = 16, 64, 512
+Metadata = Annotated[dict[str, Any], pydantic.AfterValidator(_check_metadata)]
 Bias = Annotated[float, InRange(-100, 100)]
 Biases = Annotated[dict[str, Bias], pydantic.BeforeValidator(lambda given: _bounded(given, _MOST_ITEMS))]
 

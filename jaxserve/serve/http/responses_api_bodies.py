@@ -30,6 +30,7 @@ from jaxserve.serve.http.requests import (
     Many,
     MaxTokens,
     Message,
+    Metadata,
     NamedTool,
     NeutralFields,
     Null,
@@ -287,7 +288,7 @@ class ResponsesRequest(NeutralFields):
     """`POST /v1/responses`. `store`: keep the answer for `previous_response_id` and for GET; true unless given."""
 
     marks = REQUEST_MARKS["responses"]
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     model: str | None = None
     input: str | Many[InputItem]
     instructions: str | None = None

@@ -1,7 +1,9 @@
 """The official client against `/v1/files` and `/v1/batches`: results, refusals, and a server that ends in between."""
 
+import errno
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ import pytest
 from http_parts import ToolTokenizer, browse, http_served, openai_client
 from serve_parts import Served, wait_until
 
-from jaxserve.errors import EngineStopped
+from jaxserve.errors import EngineStopped, QueueFull
+from jaxserve.serve.http.batches import runner
 from jaxserve.serve.http.batches.runner import check_lines
 from jaxserve.serve.http.batches.store import BatchStore, read_results
 from jaxserve.serve.http.errors import HttpRefusal
@@ -36,7 +39,9 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> str:
 def server(tmp_path_factory: pytest.TempPathFactory, keys: str) -> Iterator[Served]:
     parts = Served(tokenizer=ToolTokenizer(), vocab_size=259)
     folder = tmp_path_factory.mktemp("batches")
-    with http_served(parts, api_keys_file=keys, batch_dir=str(folder), batch_file_bytes=20_000, batch_lines=4):
+    with http_served(
+        parts, api_keys_file=keys, batch_dir=str(folder), batch_file_bytes=20_000, batch_lines=4, max_body_bytes=8000
+    ):
         yield parts
     parts.scheduler.check()
 
@@ -149,12 +154,86 @@ def test_a_line_waits_for_an_engine_that_is_built_again(
     assert end_of(client, second).request_counts == openai.types.BatchRequestCounts(completed=1, failed=0, total=1)
 
 
+def test_batches_of_one_key_hold_up_none_of_another(
+    client: openai.OpenAI, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines that are refused for now, as by a rate of their tenant, leave their places to others meanwhile."""
+    submit, refused = server.engine.submit, set[str]()
+
+    def refuse(request: Any, *args: Any, **options: Any) -> Any:
+        if request.tenant == "slow":
+            refused.add(request.request_id)
+            raise QueueFull("the tenant has no credit")
+        return submit(request, *args, **options)
+
+    monkeypatch.setattr(server.engine, "submit", refuse)
+    slow = begin(client, *(line(f"n{k}", user="slow") for k in range(20)))
+    wait_until(lambda: len(refused) >= 4, "its lines are tried")
+    with openai_client(server, KEYS[1]) as other:
+        assert end_of(other, begin(other, line("a"), line("b"))).status == "completed"
+    client.batches.cancel(slow)
+    assert end_of(client, slow).status == "cancelled"
+
+
+def test_a_line_may_have_as_many_bytes_as_a_body(client: openai.OpenAI) -> None:
+    batch = end_of(client, begin(client, line("a"), line("b", user="x" * 8000)))
+    assert batch.status == "failed" and batch.errors is not None and batch.errors.data is not None
+    [problem] = batch.errors.data
+    assert (problem.line, problem.code) == (2, "line_too_large") and "max_body_bytes" in problem.message
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{f"n{k}": "" for k in range(17)}, {"n" * 65: ""}, {"n": "v" * 513}, {"n": [[]] * 400}],
+    ids=["pairs", "name", "value", "nested"],
+)
+def test_little_is_kept_beside_a_batch(client: openai.OpenAI, metadata: Any) -> None:
+    for keep in (
+        lambda: client.batches.create(
+            input_file_id="file-1", endpoint=CHATS, completion_window="24h", metadata=metadata
+        ),
+        lambda: client.responses.create(model="fake", input="hi", metadata=metadata),
+    ):
+        with pytest.raises(openai.BadRequestError, match="at most 16 pairs"):
+            keep()
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_told_and_a_batch_goes_on_when_there_is_room(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner, "_AGAIN_S", 0.05)
+    file = client.files.create(file=("in.jsonl", line("a").encode()), purpose="batch")
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "fsync", full)
+        for call in (
+            lambda: client.files.create(file=("in.jsonl", b"a"), purpose="batch"),
+            lambda: begin_with(client, file.id),
+        ):
+            with pytest.raises(openai.InternalServerError, match="batch_dir is full") as refused:
+                call()
+            assert refused.value.status_code == 507
+    with monkeypatch.context() as disk:
+        disk.setattr(runner, "read_results", full)  # within the work, after the batch was accepted
+        batch = begin_with(client, file.id).id
+        wait_until(lambda: sum("is tried again in" in text for text in caplog.messages) > 1, "it is tried again")
+    assert end_of(client, batch).status == "completed", "nobody made another batch"
+    assert "Traceback" not in caplog.text
+
+
 def test_a_directory_has_a_limit_and_a_broken_description_hides_no_other(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path), most_bytes=5 * 4096)
     kept = [store.add_file(b"key", f"{number}", io.BytesIO(b"{}")) for number in range(2)]
     with pytest.raises(HttpRefusal, match="serve.http.batch_dir_bytes.*delete files"):
         store.add_file(b"key", "large", io.BytesIO(bytes(5000)))
-    (tmp_path / "files" / f"{kept[0].id}.json").write_text("{")
+    for damaged in ("[" * 100_000, "[]", "{"):
+        (tmp_path / "files" / f"{kept[0].id}.json").write_text(damaged)
+        assert [file.id for file in store.files(b"key")] == [kept[1].id]
+        with pytest.raises(HttpRefusal, match="is damaged"):
+            store.file(b"key", kept[0].id)
     (tmp_path / "files" / "renamed.tmp").symlink_to("nowhere")  # as a file that is renamed between listing and looking
     assert [file.id for file in store.files(b"key")] == [kept[1].id]
     store.remove_file(b"key", kept[1].id)
@@ -164,7 +243,8 @@ def test_a_directory_has_a_limit_and_a_broken_description_hides_no_other(tmp_pat
 def test_files_and_batches_belong_to_a_key(client: openai.OpenAI, server: Served) -> None:
     batch = end_of(client, begin(client, line("a")))
     with openai_client(server, KEYS[1]) as other:
-        assert list(other.files.list()) == list(other.batches.list()) == []
+        assert not {batch.input_file_id, batch.output_file_id} & {file.id for file in other.files.list()}
+        assert batch.id not in {each.id for each in other.batches.list()}
         for call in (
             lambda: other.files.content(str(batch.output_file_id)),
             lambda: other.files.delete(batch.input_file_id),
@@ -174,6 +254,9 @@ def test_files_and_batches_belong_to_a_key(client: openai.OpenAI, server: Served
         ):
             with pytest.raises(openai.NotFoundError):
                 call()
+    for spelled in (f"bearer {KEYS[0]}", f"BEARER   {KEYS[0]}"):
+        with browse(server, authorization=spelled) as http:
+            assert http.get(f"/v1/batches/{batch.id}").status_code == 200, spelled
 
 
 def begin_with(client: openai.OpenAI, file_id: str) -> Any:
@@ -259,4 +342,4 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     """As editors of Windows write it."""
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
     (tmp_path / "input").write_text("".join(json.dumps(line | {"custom_id": i}) + "\n" for i in "ab"), "utf-8-sig")
-    assert check_lines(tmp_path / "input", "/v1/completions") == (2, [])
+    assert check_lines(tmp_path / "input", "/v1/completions", 2**20) == (2, [])

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 
-from jaxserve.serve.http.requests import Body, Only
+from jaxserve.serve.http.requests import Body, Metadata, Only
 
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
 BatchStatus = Literal[
@@ -41,7 +41,7 @@ class BatchRequest(Body):
     input_file_id: str
     endpoint: Endpoint
     completion_window: Literal["24h"]
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     output_expires_after: Annotated[Any, Only()] = None
 
 

@@ -77,7 +77,7 @@ def _files_router(store: BatchStore) -> APIRouter:
     @router.delete(f"{FILES}/{{file_id}}")
     async def delete_file(file_id: str, call: Request) -> DeletedFile:
         """Forgets a file."""
-        store.remove_file(owner_of(call.headers), file_id)
+        await asyncio.to_thread(store.remove_file, owner_of(call.headers), file_id)
         return DeletedFile(id=file_id)
 
     return router
@@ -89,8 +89,6 @@ def _batches_router(store: BatchStore, runner: BatchRunner) -> APIRouter:
     @router.post("/v1/batches")
     async def create_batch(body: BatchRequest, call: Request) -> BatchObject:
         """Begins to answer the requests of a file."""
-        owner = owner_of(call.headers)
-        store.file(owner, body.input_file_id)
         now_s = int(time.time())
         batch = BatchObject(
             id=new_batch_id(),
@@ -103,7 +101,7 @@ def _batches_router(store: BatchStore, runner: BatchRunner) -> APIRouter:
             request_counts=RequestCounts(),
             metadata=body.metadata,
         )
-        store.add_batch(owner, batch)
+        await asyncio.to_thread(store.add_batch, owner_of(call.headers), batch)
         runner.wake()
         return batch
 

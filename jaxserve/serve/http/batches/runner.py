@@ -1,7 +1,8 @@
-"""The runner of batches: one after another, some of its lines at a time, each a call of the application itself.
+"""The runner of batches: those of a key one after another, some lines at a time, each a call of the application itself.
 
 So a line is checked, refused and answered exactly as the same request on its own. It passes neither keys nor limits of
-bodies: the key of the batch was checked when it was made, and a line is part of a file that was accepted.
+bodies: the key of the batch was checked when it was made, and the lines when it began. Keys share the places of lines,
+and a line that is refused for now has none while it waits.
 """
 
 import asyncio
@@ -10,14 +11,14 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import pydantic_core
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
+from jaxserve.serve.fair_places import FairPlaces
 from jaxserve.serve.http.batches.bodies import ENDED, BatchObject, BatchProblem, BatchProblems
 from jaxserve.serve.http.batches.store import BatchStore, new_file_id, read_results
 from jaxserve.serve.http.bodies import read_json
@@ -28,6 +29,7 @@ MAX_LINES = 50_000  # of a batch, as OpenAI has it
 _MAX_PROBLEMS = 50  # that a batch names
 _PAUSE_S = 0.5  # before a line is tried again that found no room, or no engine
 _NOTE_S = 0.5
+_AGAIN_S = 5.0  # before batches that met a full disk are tried again
 _LATER = (429, 503)  # no room; or the engine ends, or is being built again
 
 
@@ -39,20 +41,22 @@ class BatchRunner:
     """Runs what is in a store. Used on one event loop, by `start`, `wake`, `hold` and `stop`.
 
     Args:
-      at_once: lines that run at a time.
+      at_once: lines that run at a time, of all batches together.
+      line_bytes: most of the body of a line, as of any body.
 
     Attributes:
       num_running: lines that run.
     """
 
-    def __init__(self, store: BatchStore, at_once: int) -> None:
+    def __init__(self, store: BatchStore, at_once: int, line_bytes: int) -> None:
         self._store = store
         self._at_once = at_once
+        self._line_bytes = line_bytes
+        self._places = FairPlaces(at_once)
         self._app: ASGIApp | None = None
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._held = False
-        self._noted_s = 0.0  # when the counts of a batch were last written
 
         self.num_running = 0
 
@@ -77,37 +81,64 @@ class BatchRunner:
                 await self._task
 
     async def _run(self) -> None:
-        while True:
-            self._news.clear()
-            try:
-                for owner, batch in self._store.unfinished():
-                    await self._answer_or_fail(owner, batch)
-            except _Stopping:
-                logger.info("batches go on after the next start")
-                return
-            except OSError as error:
-                logger.error("the batches cannot be read: %s; they are tried again with the next one", error)
-            await self._news.wait()
+        """Has a task for each key that has batches, until the server ends."""
+        of_owners: dict[bytes, asyncio.Task[None]] = {}
+        try:
+            while not self._held:
+                self._news.clear()
+                try:
+                    for owner in {owner for owner, _ in await asyncio.to_thread(self._store.unfinished)}:
+                        if owner not in of_owners or of_owners[owner].done():
+                            of_owners[owner] = asyncio.create_task(self._run_owner(owner))
+                except OSError as error:
+                    logger.error("the batches cannot be read: %s; they are tried again", error)
+                    self._wake_later()
+                await self._news.wait()
+        finally:
+            for task in of_owners.values():
+                task.cancel()
+            await asyncio.gather(*of_owners.values(), return_exceptions=True)
 
-    async def _answer_or_fail(self, owner: bytes, batch: BatchObject) -> None:
-        """A full disk and a defect cost their own batch. Raises _Stopping."""
+    async def _run_owner(self, owner: bytes) -> None:
+        """All batches of a key, until none is left that can go on."""
+        try:
+            while batches := [b for whose, b in await asyncio.to_thread(self._store.unfinished) if whose == owner]:
+                if not await self._answer_or_fail(owner, batches[0]):
+                    break
+            else:
+                self.wake()  # one may have come between the last look and the end of this task
+                return
+        except _Stopping:
+            logger.info("batches go on after the next start")
+            return
+        except OSError as error:
+            logger.error("the batches cannot be read: %s; they are tried again", error)
+        self._wake_later()
+
+    def _wake_later(self) -> None:
+        asyncio.get_running_loop().call_later(_AGAIN_S, self.wake)
+
+    async def _answer_or_fail(self, owner: bytes, batch: BatchObject) -> bool:
+        """A full disk and a defect cost their own batch. Returns whether it has ended. Raises _Stopping."""
         try:
             await self._answer(owner, batch.id)
         except _Stopping:
             raise
         except OSError as error:
-            logger.error("batch %s cannot go on: %s; it is tried again with the next batch", batch.id, error)
+            logger.error("batch %s cannot go on: %s; it is tried again in %.0f s", batch.id, error, _AGAIN_S)
+            return False
         except Exception:
             logger.exception("batch %s failed", batch.id)
             problem = BatchProblem(code="server_error", message="internal error; the server's log has the details")
             batch.errors = BatchProblems(data=[problem])
             self._end(owner, batch, "failed")
+        return True
 
     async def _answer(self, owner: bytes, batch_id: str) -> None:
         batch = self._store.batch(owner, batch_id)
         source = self._store.content_path(batch.input_file_id)
         if batch.output_file_id is None:  # not begun
-            total, problems = await asyncio.to_thread(check_lines, source, batch.endpoint)
+            total, problems = await asyncio.to_thread(check_lines, source, batch.endpoint, self._line_bytes)
             batch = self._store.batch(owner, batch_id)  # it may have been cancelled meanwhile
             if problems:
                 batch.errors = BatchProblems(data=problems)
@@ -149,8 +180,9 @@ class BatchRunner:
     async def _answer_lines(self, owner: bytes, batch: BatchObject, work: "_Work") -> str:
         """Returns how it ended; raises _Stopping when the server ends."""
         running: set[asyncio.Task[None]] = set()
+        lines = work.lines()
         try:
-            for line in work.lines():
+            while (line := await asyncio.to_thread(next, lines, None)) is not None:
                 while len(running) >= self._at_once:
                     running = await self._wait_for_one(running)
                     self._note(owner, batch, work)
@@ -181,27 +213,33 @@ class BatchRunner:
 
     def _note(self, owner: bytes, batch: BatchObject, work: "_Work") -> None:
         """Writes the counts down, for a client that looks, but not so often that the disk is kept busy."""
-        if time.monotonic() < self._noted_s + _NOTE_S:
+        if time.monotonic() < work.noted_s + _NOTE_S:
             return
-        self._noted_s = time.monotonic()
+        work.noted_s = time.monotonic()
         now = self._store.batch(owner, batch.id)
         now.request_counts.completed, now.request_counts.failed = work.num_completed, work.num_failed
         self._store.put_batch(owner, now)
 
-    async def _answer_line(self, owner: bytes, batch: BatchObject, line: dict[str, Any], work: "_Work") -> None:
+    async def _answer_line(self, owner: bytes, batch: BatchObject, line: "_Line", work: "_Work") -> None:
         assert self._app is not None, "the runner was not started"
-        self.num_running += 1
-        try:
-            body = json.dumps(line["body"]).encode()
-            while (answer := await _call(self._app, batch.endpoint, body)).code in _LATER:
-                if self._held:
-                    raise _Stopping
-                if self._is_over(owner, batch):
+        while True:
+            async with self._places.place(owner):
+                if self._held or self._is_over(owner, batch):
                     return
-                await asyncio.sleep(_PAUSE_S)
-        finally:
-            self.num_running -= 1
-        work.put(line["custom_id"], answer)
+                self.num_running += 1
+                try:
+                    answer = await _call(self._app, batch.endpoint, line.body)
+                finally:
+                    self.num_running -= 1
+            if answer.code not in _LATER:
+                break
+            await asyncio.sleep(_PAUSE_S)
+        work.put(line.custom_id, answer)
+
+
+class _Line(NamedTuple):
+    custom_id: str
+    body: bytes
 
 
 class _Work:
@@ -216,6 +254,7 @@ class _Work:
         self._paths = [store.content_path(file_id) for file_id in (self.output_id, self.error_id)]
         self._done: set[str] = set()
         self._files: list[BinaryIO] = []
+        self.noted_s = 0.0  # when the counts of the batch were last written
 
     def read_results(self) -> None:
         """What an earlier server has answered."""
@@ -227,29 +266,24 @@ class _Work:
         self.num_completed, self.num_failed = counts
         self._files = [path.open("ab") for path in self._paths]
 
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """Those that have no result."""
+    def lines(self) -> "Generator[_Line]":
+        """Those that have no result. Each takes as long as reading and writing a large body takes."""
         with self._source.open("rb") as source:
             for raw in source:
                 if raw.strip():
                     line = read_json(raw)
                     if line["custom_id"] not in self._done:
-                        yield line
+                        yield _Line(custom_id=line["custom_id"], body=json.dumps(line["body"]).encode())
 
     def put(self, custom_id: str, answer: "_Answer") -> None:
         """One line is answered. The result is with the system when this returns, and outlives the process."""
-        result = {
-            "id": f"batch_req_{uuid.uuid4().hex}",
-            "custom_id": custom_id,
-            "response": {
-                "status_code": answer.code,
-                "request_id": answer.request_id,
-                "body": pydantic_core.from_json(answer.body),
-            },
-            "error": None,
-        }
+        head = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "error": None}
+        response = {"status_code": answer.code, "request_id": answer.request_id}
+        # The body is JSON already: reading it and writing it again would hold up the loop where it is large.
+        body = answer.body.replace(b"\n", b" ")  # between values alone
+        opened = (json.dumps(part).encode()[:-1] for part in (head, response))
         file = self._files[0 if answer.code < 400 else 1]
-        file.write(json.dumps(result).encode() + b"\n")
+        file.write(b'%b, "response": %b, "body": %b}}\n' % (*opened, body))
         file.flush()
         if answer.code < 400:
             self.num_completed += 1
@@ -261,13 +295,18 @@ class _Work:
             file.close()
 
 
-def check_lines(path: Path, endpoint: str) -> tuple[int, list[BatchProblem]]:
-    """The number of lines, and what is wrong with them. Takes as long as reading takes."""
+def check_lines(path: Path, endpoint: str, line_bytes: int) -> tuple[int, list[BatchProblem]]:
+    """The number of lines, and what is wrong with them; `line_bytes` as for `BatchRunner`. Takes as long as reading
+    takes."""
     problems: list[BatchProblem] = []
     seen: set[str] = set()
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.strip():
+                continue
+            if len(raw) > line_bytes:
+                message = f"it has {len(raw)} bytes, and a line at most {line_bytes} (serve.http.max_body_bytes)"
+                problems.append(BatchProblem(code="line_too_large", message=message, line=number))
                 continue
             try:
                 line = read_json(raw)

@@ -7,10 +7,12 @@ A description is replaced as a whole, so that an end of the process leaves the o
 digest of a key; for other keys a file or a batch does not exist.
 """
 
+import errno
 import json
 import logging
 import os
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -30,11 +32,11 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _CHUNK_BYTES = 2**20
 _LEAST_BYTES = 4096  # that a file or a description takes of a disk, however short
 _MAX_UNFINISHED = 100  # batches of a key
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)  # what reading a description may end with
 
 
 class BatchStore:
-    """Used on one event loop; `add_file`, `files` and `batches` may run on a thread, for they take as long as the disk
-    takes.
+    """Any thread: all but `file`, `batch` and `put_batch` read every description, and take as long as the disk takes.
 
     Args:
       most_bytes: of all that is in the directory, above which no file and no batch is taken any more.
@@ -47,6 +49,7 @@ class BatchStore:
         """Makes the directory. Raises ConfigError where that cannot be done."""
         self.folder = Path(folder)
         self._most_bytes = most_bytes
+        self._changing = threading.Lock()  # no file goes between the look at it and the batch that reads it
         try:
             for name in ("files", "batches"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -56,7 +59,7 @@ class BatchStore:
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def add_file(self, owner: bytes, name: str, source: BinaryIO) -> FileObject:
-        """Keeps what a client sends. Raises HttpRefusal with 413 where there is no room."""
+        """Keeps what a client sends. Raises HttpRefusal: with 413 where there is no room, with 507 on a full disk."""
         self._check_room(source.seek(0, os.SEEK_END))
         source.seek(0)
         file_id = new_file_id()
@@ -65,11 +68,12 @@ class BatchStore:
             with partial.open("wb") as target:
                 while chunk := source.read(_CHUNK_BYTES):
                     target.write(chunk)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
-        partial.replace(self.content_path(file_id))
-        return self._describe(owner, file_id, name, "batch")
+            partial.replace(self.content_path(file_id))
+            return self._describe(owner, file_id, name, "batch")
+        except OSError as error:
+            for path in (partial, self.content_path(file_id)):
+                path.unlink(missing_ok=True)
+            raise _refusal_of(error) from error
 
     def add_output(self, owner: bytes, file_id: str, name: str) -> FileObject:
         """Describes a file whose content is complete."""
@@ -95,12 +99,15 @@ class BatchStore:
 
     def remove_file(self, owner: bytes, file_id: str) -> None:
         """Raises HttpRefusal: with 404 for an unknown file, with 409 for one that a batch still reads."""
-        self.file(owner, file_id)
-        for _, batch in self.unfinished():
-            if batch.input_file_id == file_id:
-                raise HttpRefusal(409, f"the batch {batch.id} still reads {file_id}; cancel it, or wait for its end")
-        self._part(file_id, ".json").unlink()
-        self.content_path(file_id).unlink(missing_ok=True)
+        with self._changing:
+            self.file(owner, file_id)
+            for _, batch in self.unfinished():
+                if batch.input_file_id == file_id:
+                    raise HttpRefusal(
+                        409, f"the batch {batch.id} still reads {file_id}; cancel it, or wait for its end"
+                    )
+            self._part(file_id, ".json").unlink()
+            self.content_path(file_id).unlink(missing_ok=True)
 
     def _part(self, file_id: str, suffix: str) -> Path:
         return self.folder / "files" / f"{file_id}{suffix}"
@@ -116,13 +123,22 @@ class BatchStore:
         return self._list("batches", BatchObject, owner)
 
     def add_batch(self, owner: bytes, batch: BatchObject) -> None:
-        """Writes down a new batch. Raises HttpRefusal: with 413 where there is no room, with 429 for too many."""
-        self._check_room(0)
-        waiting = sum(whose == owner for whose, _ in self.unfinished())
-        if waiting >= _MAX_UNFINISHED:
-            text = f"{waiting} batches of this key have not ended; it may have {_MAX_UNFINISHED}, so try again later"
-            raise HttpRefusal(429, text)
-        self.put_batch(owner, batch)
+        """Writes down a new batch.
+
+        Raises HttpRefusal: with 404 for an unknown file, 413 where there is no room, 429 for too many, 507 on a full
+        disk.
+        """
+        with self._changing:
+            self.file(owner, batch.input_file_id)
+            self._check_room(0)
+            waiting = sum(whose == owner for whose, _ in self.unfinished())
+            if waiting >= _MAX_UNFINISHED:
+                text = f"{waiting} batches of this key have not ended; it may have {_MAX_UNFINISHED}; try again later"
+                raise HttpRefusal(429, text)
+            try:
+                self.put_batch(owner, batch)
+            except OSError as error:
+                raise _refusal_of(error) from error
 
     def put_batch(self, owner: bytes, batch: BatchObject) -> None:
         """Writes down what has changed of a batch."""
@@ -151,6 +167,11 @@ class BatchStore:
                 whose, found = _read(self.folder / folder / f"{name}.json", kind)
             except FileNotFoundError:
                 pass
+            except _DAMAGED as error:
+                logger.error("%s cannot be read: %s", name, error)
+                raise HttpRefusal(
+                    500, f"the description of {name} is damaged; the server's log says where", kind="server_error"
+                ) from error
             else:
                 if whose == owner:
                     return found
@@ -166,16 +187,29 @@ class BatchStore:
                 yield _read(path, kind)
             except FileNotFoundError:
                 pass  # removed meanwhile
-            except (OSError, ValueError, KeyError, TypeError) as error:  # it must not hide those of others
+            except _DAMAGED as error:  # it must not hide those of others
                 logger.error("%s is left out, since it cannot be read: %s", path, error)
 
     def _write(self, path: Path, owner: bytes, value: pydantic.BaseModel) -> None:
         partial = path.with_suffix(".tmp")
-        with partial.open("w", encoding="utf-8") as target:
-            json.dump({"owner": owner.hex(), "object": value.model_dump()}, target)
-            target.flush()
-            os.fsync(target.fileno())
-        partial.replace(path)
+        try:
+            with partial.open("w", encoding="utf-8") as target:
+                json.dump({"owner": owner.hex(), "object": value.model_dump()}, target)
+                target.flush()
+                os.fsync(target.fileno())
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+def _refusal_of(error: OSError) -> Exception:
+    """What a client is told of a write that failed. That the disk is full is no defect of the server."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    return HttpRefusal(
+        507, f"the disk of serve.http.batch_dir is full ({error.strerror}); try again when there is room"
+    )
 
 
 def _bytes_of(path: Path) -> int:
