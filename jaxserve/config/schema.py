@@ -657,6 +657,9 @@ class ServeConfig(Section):
         default=2048, ge=1, description="Prompts, inputs to embed, or documents to score, of one call."
     )
     max_n: int = pydantic.Field(default=128, ge=1, le=1024, description="n of one call: sequences for each prompt.")
+    max_stops: int = pydantic.Field(
+        default=4, ge=1, le=1024, description="Stop strings of a request; each costs every step of all requests."
+    )
     admin_tokens_file: str | None = pydantic.Field(
         default=None,
         description="File of tokens, one a line, of which calls of operators need one (flush, size of the page pool, "

@@ -88,12 +88,15 @@ class AsyncEngine(Generic[E_co]):
         *,
         max_prompts: int | None = None,
         max_n: int | None = None,
+        max_stops: int | None = None,
         tenants: Tenants | None = None,
     ) -> None:
-        """`max_prompts`, `max_n`: of one call; None: as many as may wait. `tenants`: their limits; None: no limits."""
+        """`max_prompts`, `max_n`: of one call; None: as many as may wait. `max_stops`: strings that end a text of a
+        request; None: any number. `tenants`: their limits; None: no limits."""
         self.engine = engine
         self._max_prompts = max_prompts
         self._max_n = max_n
+        self._max_stops = max_stops
         self._tenants = tenants
         self._pool = ThreadPoolExecutor(encode_threads, thread_name_prefix="jaxserve-encode")
         self._closed = False
@@ -145,6 +148,14 @@ class AsyncEngine(Generic[E_co]):
                     f"the call asks for {count} {what} and at most {most} are taken ({setting}); ask for fewer"
                 )
 
+    def _check_stops(self, count: int) -> None:
+        """Each string is looked for after each token, on the loop that all requests share."""
+        if self._max_stops is not None and count > self._max_stops:
+            raise InvalidRequest(
+                f"the request has {count} stop strings and at most {self._max_stops} are taken (serve.max_stops); give "
+                "fewer"
+            )
+
     async def stream(self, *requests: Request) -> AsyncGenerator[Update, None]:
         """Submits prepared requests, each with an id of its own; yields updates as they come, until all have ended.
 
@@ -158,6 +169,7 @@ class AsyncEngine(Generic[E_co]):
         readers.active.add(reader)
         try:
             for number, request in enumerate(requests, start=1):
+                self._check_stops(len(request.sampling.stop))
                 if tenants is not None:
                     tenants.begin(request)
                 live[request.request_id] = request  # before it is submitted: whatever follows ends it

@@ -52,6 +52,7 @@ class EngineReplica:
             doors.encode_threads,
             max_prompts=doors.max_prompts,
             max_n=doors.max_n,
+            max_stops=doors.max_stops,
             tenants=make_tenants(doors.tenants),
         )
         self._ending.callback(self._async_engine.close)

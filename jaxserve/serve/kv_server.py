@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def kv_server_forever(config: Config) -> int:
-    """Serves until a signal (`shutdown`). Must be called on the main thread. Returns the exit code. Raises ConfigError."""
+    """Serves until a signal (`shutdown`), on the main thread. Returns the exit code. Raises ConfigError."""
     return run_with_signals(lambda shutdown: kv_server(config.kv_server, shutdown))
 
 

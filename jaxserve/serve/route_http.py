@@ -56,7 +56,11 @@ class RouteHttp:
         if tokenizer is not None:
             self._engine = RouteEngine(service, tokenizer, config.sched.max_waiting)
             self._async_engine = AsyncEngine(
-                self._engine, serving.encode_threads, max_prompts=serving.max_prompts, max_n=serving.max_n
+                self._engine,
+                serving.encode_threads,
+                max_prompts=serving.max_prompts,
+                max_n=serving.max_n,
+                max_stops=serving.max_stops,
             )
             routers += answering_routers(make_door(self._async_engine, http, counts, any_model=True))
         routers += [self._probes(pool, service, counts), _metrics(RouteCollector(pool, service, quarantine, counts))]

@@ -183,6 +183,7 @@ async def serve(
         serve_config.encode_threads,
         max_prompts=serve_config.max_prompts,
         max_n=serve_config.max_n,
+        max_stops=serve_config.max_stops,
         tenants=make_tenants(serve_config.tenants),
     )
     exchange = None

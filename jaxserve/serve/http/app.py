@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -25,7 +26,7 @@ from jaxserve.serve.http.errors import ErrorResponse, add_handlers
 from jaxserve.serve.http.formats import choose_thinking_format, choose_tool_format
 from jaxserve.serve.http.guard import FILES, Guard
 from jaxserve.serve.http.hosts import KnownHosts, allowed_names
-from jaxserve.serve.http.keys import ApiKeys
+from jaxserve.serve.http.keys import ApiKeys, address_of, owner_of
 from jaxserve.serve.http.messages import messages_router
 from jaxserve.serve.http.probes import probes_router
 from jaxserve.serve.http.requests import ChatRequest, CompletionRequest
@@ -110,6 +111,7 @@ def join_routers(
         body_timeout_s=http.body_timeout_s,
         request_timeout_s=http.request_timeout_s,
         larger={FILES: (http.batch_file_bytes, "serve.http.batch_file_bytes")},
+        owner_of=address_of if http.api_keys_file is None else lambda scope: owner_of(Headers(scope=scope)),
     )
     asgi: ASGIApp = guard
     known = keys = None

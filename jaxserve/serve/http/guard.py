@@ -7,13 +7,14 @@ the engine's stream, which aborts the request within a step.
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import DeadlineExceeded
 from jaxserve.serve.http.errors import HttpRefusal, error_response
+from jaxserve.serve.shared_room import SharedRoom
 
 FILES = "/v1/files"  # files of batches are uploaded there, whose bodies are larger than others
 
@@ -23,7 +24,7 @@ _GRACE_S = 10.0  # beyond the limit of an answer, for a client that does not rea
 
 class Guard:
     """Middleware. `max_body_bytes`, `max_bodies_bytes`, `body_timeout_s` and `request_timeout_s` as in the config;
-    `larger`: of some paths the most bytes of a body, and the setting that says so."""
+    `larger`: of some paths the most bytes of a body, and the setting that says so; `owner_of`: whose call it is."""
 
     def __init__(
         self,
@@ -34,11 +35,13 @@ class Guard:
         body_timeout_s: float,
         request_timeout_s: float,
         larger: Mapping[str, tuple[int, str]],
+        owner_of: Callable[[Scope], bytes],
     ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._max_bodies_bytes = max_bodies_bytes
-        self._num_bytes = 0  # of the bodies of all requests that have not ended
+        self._room = SharedRoom(max_bodies_bytes)  # for the bodies of all requests that have not ended
+        self._owner_of = owner_of
         self._larger = larger
         self._body_timeout_s = body_timeout_s
         self._request_timeout_s = request_timeout_s
@@ -61,8 +64,9 @@ class Guard:
             self._num_live -= weight
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        owner = self._owner_of(scope)
         try:
-            body = await self._read_body(scope, receive)
+            body = await self._read_body(scope, receive, owner)
         except HttpRefusal as refusal:
             response = error_response(refusal)
             response.headers["connection"] = "close"  # the rest of the body is not taken for a request
@@ -76,7 +80,7 @@ class Guard:
         try:
             await self._answer_body(body, scope, receive, send)
         finally:
-            self._num_bytes -= len(body)
+            self._room.leave(owner, len(body))
 
     async def _answer_body(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -125,7 +129,7 @@ class Guard:
                         break
         await send({"type": "http.response.body", "body": b""})
 
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
+    async def _read_body(self, scope: Scope, receive: Receive, owner: bytes) -> bytes | None:
         """The whole body, which counts until its request ends; None when the client left before its end. Raises
         HttpRefusal."""
         limit, setting = self._larger.get(scope["path"], (self._max_body_bytes, "serve.http.max_body_bytes"))
@@ -133,7 +137,7 @@ class Guard:
         if declared.isdigit() and int(declared) > limit:
             raise _too_large(int(declared), limit, setting)
         parts: list[bytes] = []
-        size, whole = 0, False
+        size, whole = 0, False  # of the parts that have their room
         try:
             async with asyncio.timeout(self._body_timeout_s):
                 while True:
@@ -141,12 +145,12 @@ class Guard:
                     if message["type"] == "http.disconnect":
                         return None
                     part = message.get("body", b"")
+                    if size + len(part) > limit:
+                        raise _too_large(size + len(part), limit, setting)
+                    # One body alone is read, whatever it has: its own limit is another setting.
+                    if not self._room.enter(owner, len(part), at_any_rate=self._room.total == size):
+                        raise _too_many(self._max_bodies_bytes, self._room.held(owner))
                     size += len(part)
-                    self._num_bytes += len(part)
-                    if size > limit:
-                        raise _too_large(size, limit, setting)
-                    if self._num_bytes > self._max_bodies_bytes and self._num_bytes > size:
-                        raise _too_many(self._max_bodies_bytes)
                     parts.append(part)
                     if not message.get("more_body", False):
                         whole = True
@@ -156,7 +160,7 @@ class Guard:
             raise HttpRefusal(408, text) from error
         finally:
             if not whole:
-                self._num_bytes -= size
+                self._room.leave(owner, size)
 
 
 def time_is_up(limit_s: float) -> DeadlineExceeded:
@@ -171,8 +175,11 @@ def _too_large(size: int, limit: int, setting: str) -> HttpRefusal:
     return HttpRefusal(413, text)
 
 
-def _too_many(limit: int) -> HttpRefusal:
-    text = f"the bodies of all requests have more than {limit} bytes (serve.http.max_bodies_bytes); try again later"
+def _too_many(limit: int, held: int) -> HttpRefusal:
+    text = (
+        f"there is no room for this body: all requests together may have {limit} bytes (serve.http.max_bodies_bytes), "
+        f"a quarter of them for callers that have few, and yours have {held}; try again later"
+    )
     return HttpRefusal(503, text)
 
 

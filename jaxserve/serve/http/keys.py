@@ -60,6 +60,12 @@ def owner_of(headers: Headers) -> bytes:
     return hashlib.sha256((f"Bearer {key}" if key else header).encode()).digest()
 
 
+def address_of(scope: Scope) -> bytes:
+    """Whose call this is where the server asks for no keys: anybody may send any."""
+    client = scope.get("client")
+    return (client[0] if client else "").encode()
+
+
 def _authorization(headers: Headers) -> str:
     """The key in OpenAI's way. Anthropic's clients send it in a header of their own, some of them in both."""
     given = headers.get("authorization")

@@ -1,9 +1,11 @@
 """The official client against `/v1/files` and `/v1/batches`: results, refusals, and a server that ends in between."""
 
+import contextlib
 import errno
 import io
 import json
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 from http_parts import ToolTokenizer, browse, http_served, openai_client
-from serve_parts import Served, wait_until
+from serve_parts import WAIT_S, Served, wait_until
 
 from jaxserve.errors import EngineStopped, QueueFull
 from jaxserve.serve.http.batches import runner
@@ -330,6 +332,37 @@ def test_a_batch_goes_on_after_the_end_of_its_server(tmp_path: Path, keys: str) 
     assert found.keys() == {f"n{k}" for k in range(12)}
     assert {each["body"]["choices"][0]["message"]["content"] for each in found.values()} == {'!"#'}
     assert batch.request_counts is not None and batch.request_counts.completed == 12
+
+
+def test_bytes_that_one_key_holds_shut_out_no_other(tmp_path: Path, keys: str) -> None:
+    """Uploads without their last byte, as many as are let in: others chat, and the next of this key is told."""
+    options: Any = {"api_keys_file": keys, "batch_dir": str(tmp_path), "batch_file_bytes": 30_000}
+    parts = Served(tokenizer=ToolTokenizer(), vocab_size=259)
+    with http_served(parts, max_bodies_bytes=100_000, **options) as server, contextlib.ExitStack() as stack:
+        host, port = server.http_url.removeprefix("http://").split(":")
+        head = (
+            f"POST /v1/files HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer {KEYS[0]}\r\n"
+            "content-length: 30000\r\n\r\n"
+        )
+        held = []
+        for _ in range(2):
+            held.append(stack.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_S)))
+            held[-1].sendall(head.encode() + bytes(29_999))
+        third = stack.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_S))
+        third.sendall(head.encode() + bytes(29_999))
+        answer = b""
+        while b"max_bodies_bytes" not in answer:
+            part = third.recv(65536)
+            assert part, answer
+            answer += part
+        assert answer.startswith(b"HTTP/1.1 503"), answer
+        with openai_client(server, KEYS[1]) as other:
+            for _ in range(3):
+                assert other.completions.create(model="fake", prompt="hi ", max_tokens=2).choices
+        for connection in held:
+            connection.close()
+        with openai_client(server, KEYS[0]) as client:
+            wait_until(lambda: client.files.create(file=("a", bytes(20_000)), purpose="batch").bytes == 20_000, "room")
 
 
 def test_without_a_directory_there_are_no_batches() -> None:

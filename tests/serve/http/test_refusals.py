@@ -35,6 +35,7 @@ from jaxserve.testing import ByteTokenizer, make_request
 
 KEY = "sk-secret-1"
 ASK = {"prompt": "a", "max_tokens": 3}
+USER = {"role": "user", "content": "a"}
 MOST_BYTES = 5000  # one every 0.05 s
 
 
@@ -453,6 +454,27 @@ def test_few_bytes_that_ask_for_millions_of_sequences(monkeypatch: pytest.Monkey
         parts.engine._waiting.leave(hold, 97, first=True)
         assert client.post("/v1/completions", json={**ASK, "prompt": ["a"] * 8, "n": 4}).status_code == 200
         wait_until(lambda: parts.engine.load[:3] == (0, 0, 0), "nothing is left")
+
+
+STOPS = [f"{number}." for number in range(5)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**ASK, "stop": STOPS}),
+        ("/v1/completions", {**ASK, "prompt": ["a", "b"], "n": 2, "stop": STOPS}),
+        ("/v1/messages", {"model": "fake", "max_tokens": 3, "messages": [USER], "stop_sequences": STOPS}),
+    ],
+)
+def test_strings_that_every_step_looks_for_are_few(
+    client: httpx.Client, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    refused = client.post(path, json={**body, "stream": stream})
+    assert refused.status_code == 400 and "serve.max_stops" in refused.text
+    name = "stop_sequences" if "stop_sequences" in body else "stop"
+    assert client.post(path, json={**body, name: STOPS[1:]}).status_code == 200
 
 
 # ---- contents --------------------------------------------------------------------------------------------------------
