@@ -169,7 +169,7 @@ class AsyncEngine(Generic[E_co]):
         readers.active.add(reader)
         try:
             for number, request in enumerate(requests, start=1):
-                self._check_stops(len(request.sampling.stop))
+                self._check_stops(len(request.sampling.stop or ()))
                 if tenants is not None:
                     tenants.begin(request)
                 live[request.request_id] = request  # before it is submitted: whatever follows ends it
