@@ -212,9 +212,9 @@ def _outlive_one_signal() -> None:
         logger.warning("%s: waiting for process 0 to end; once more ends this process", signal.Signals(number).name)
         signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as after nohup
-            signal.signal(number, take)
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # after nohup
+    for number in (signal.SIGTERM, signal.SIGINT, *(() if ignored else (signal.SIGHUP,))):
+        signal.signal(number, take)
 
 
 def _leave_at_once(error: BaseException) -> None:

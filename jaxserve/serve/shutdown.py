@@ -58,14 +58,14 @@ class Shutdown:
 
 def run_with_signals(work: Callable[[Shutdown], Awaitable[int]]) -> int:
     """Runs `work` on an event loop of its own, whose flags are set by SIGTERM, SIGINT and SIGHUP, that of a closed
-    terminal. One that is ignored already, as after `nohup`, stays so. Must be called on the main thread."""
+    terminal, unless `nohup` has it ignored. Must be called on the main thread."""
 
     async def main() -> int:
         shutdown = Shutdown()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                loop.add_signal_handler(number, shutdown.request)
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        for number in (signal.SIGTERM, signal.SIGINT, *(() if ignored else (signal.SIGHUP,))):
+            loop.add_signal_handler(number, shutdown.request)
         return await work(shutdown)
 
     return asyncio.run(main())

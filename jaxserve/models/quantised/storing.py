@@ -326,8 +326,8 @@ def _common(chosen: Iterable[_Chosen]) -> Storage | None:
 def _arithmetic(chosen: Iterable[_Chosen], kept: Storage | None, backend: str) -> Arithmetic:
     """Of a parameter: floats, unless all its weights are whole numbers, as float4 is, whose activations are rounded.
 
-    On CPUs, products with codes in blocks round them as llama.cpp does, with a scale for each 32 inputs, which costs
-    less than what the codes themselves have lost (docs/quantisation.md has the figures).
+    On CPUs, products with codes in blocks round them as llama.cpp does, with a scale for each 32 inputs
+    (`scripts/bench_gguf_quality.py` measures what that costs).
     """
     if kept is not None and kept.blocks is not None and backend == "cpu":
         return Arithmetic(activations="int8", block=SPAN)
