@@ -334,6 +334,9 @@ class RequestOptions:
       priority: smaller is served first; refused unless the policy reads it, as `priority` and `preemptive` do.
       cache_salt: requests share prefix pages only with the same salt.
       tenant: for policies that share between tenants, as `fair` does; others ignore it.
+      owner: whose request it is, as the door that took it knows (a digest of a key, an address); never the caller's to
+        say. What callers share is divided between owners. Empty: that of the process itself.
+      owner_weight: how many parts its owner has where others have one. Positive.
       ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for policies that mind, as `slo`
         does; others ignore them. None: those of the engine.
       add_special_tokens: False for text that already has them, such as a rendered chat.
@@ -350,6 +353,8 @@ class RequestOptions:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    owner: str = ""
+    owner_weight: float = 1.0
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     add_special_tokens: bool = True
@@ -381,6 +386,7 @@ class Request:
       cache_salt: requests share prefix pages only with the same salt. That of `RequestOptions`, and what else pages
         follow from (`content.private_salt`).
       tenant: for policies that share between tenants, as `fair` does.
+      owner, owner_weight: whose request it is, and how many parts that owner has where others have one.
       ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for policies that mind, as `slo`
         does; None: those of the engine.
       deadline_s: monotonic seconds at which it ends with DeadlineExceeded, finished or not; infinity: never.
@@ -406,6 +412,8 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     tenant: str = ""
+    owner: str = ""
+    owner_weight: float = 1.0
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     deadline_s: float = math.inf

@@ -143,6 +143,8 @@ def prepare_request(
         priority=options.priority,
         cache_salt=private_salt(options.cache_salt, *reasons),
         tenant=options.tenant,
+        owner=options.owner,
+        owner_weight=options.owner_weight,
         ttft_target_s=options.ttft_target_s,
         tpot_target_s=options.tpot_target_s,
         deadline_s=arrival_s + _timeout(options.timeout_s),
