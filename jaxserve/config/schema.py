@@ -158,12 +158,13 @@ class SchedConfig(Section):
     max_waiting: int = pydantic.Field(
         default=4096,
         ge=1,
-        description="Sequences (n for each prompt) that may wait for a first token; beyond it, requests are refused.",
+        description="Sequences (n for each prompt) that may wait for a first token; beyond it, requests are refused, "
+        "but for a quarter more, which callers that have few of them share.",
     )
     max_waiting_tokens: int = pydantic.Field(
         default=2**22,
         ge=1,
-        description="Prompt tokens of these sequences, counted for each sequence; beyond it, requests are refused.",
+        description="Prompt tokens of these sequences, counted for each sequence; refused and shared as the sequences.",
     )
     ageing_s: float = pydantic.Field(
         default=10.0,
@@ -434,7 +435,8 @@ class VisionConfig(Section):
     max_waiting_bytes: int = pydantic.Field(
         default=2**30,
         ge=1,
-        description="Bytes of resized pictures of requests without a first token; beyond it, requests are refused.",
+        description="Bytes of resized pictures of requests without a first token; refused and shared as "
+        "sched.max_waiting.",
     )
     pool_tokens: int | None = pydantic.Field(
         default=None,
@@ -544,8 +546,8 @@ class HttpConfig(Section):
     max_bodies_bytes: int = pydantic.Field(
         default=2**28,
         ge=1,
-        description="Most bytes of the bodies of all requests that are being read or answered; one more is told to try "
-        "again later.",
+        description="Most bytes of the bodies of all requests that are being read or answered, shared as "
+        "sched.max_waiting; one more is told to try again later.",
     )
     max_connections: int | None = pydantic.Field(
         default=None,

@@ -4,8 +4,9 @@ A door written against it need not know how many devices, loops and schedulers a
 it that needs none here: a router keeps it, too, whose requests run on servers.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from jaxserve.api import NO_OPTIONS, Request, RequestOptions, SamplingParams
 from jaxserve.engine.inputs import ModelInfo, Prompt
@@ -26,7 +27,7 @@ class Load(NamedTuple):
       num_running: requests with their first token.
       num_waiting: sequences without one; a request asks for n of them.
       num_waiting_tokens: of the prompts of these sequences; a prompt counts for each of them.
-      max_waiting, max_waiting_tokens: above these, requests are refused.
+      max_waiting, max_waiting_tokens: above these, requests are refused, but for those of owners that have few.
     """
 
     num_running: int
@@ -35,6 +36,9 @@ class Load(NamedTuple):
     max_waiting: int
     max_waiting_tokens: int
 
+
+Pending: TypeAlias = Mapping[str, int]  # sequences that are about to be submitted, by owner
+NOTHING_PENDING: Pending = MappingProxyType({})
 
 ASLEEP = "the engine sleeps, and its device is given back; wake it up first"
 
@@ -83,7 +87,7 @@ class Answering(Protocol):
         """Hands over a prepared request; see `Engine.submit`."""
         ...
 
-    def check_room(self, num_sequences: int) -> None:
+    def check_room(self, num_sequences: int, owner: str, pending: Pending = NOTHING_PENDING) -> None:
         """Raises QueueFull when this many more would be refused now; see `Engine.check_room`."""
         ...
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions, SamplingParams
-from jaxserve.engine.base import ASLEEP, Load, reason_of, refusal_of
+from jaxserve.engine.base import ASLEEP, NOTHING_PENDING, Load, Pending, reason_of, refusal_of
 from jaxserve.engine.commands import Abort, Call, Change, Command, Interrupt, Submit, Wake
 from jaxserve.engine.degrading import DegradeOptions, Degrading
 from jaxserve.engine.inputs import ModelInfo, Prompt, prepare_request
@@ -238,9 +238,10 @@ class Engine:
             self._idle.clear()
             self._inbox.put(Submit(request, sink, self._clock()))
 
-    def check_room(self, num_sequences: int) -> None:
-        """Raises QueueFull when so many more sequences would be refused now: before anything is made of them."""
-        self._waiting.check_room(num_sequences)
+    def check_room(self, num_sequences: int, owner: str, pending: Pending = NOTHING_PENDING) -> None:
+        """Raises QueueFull when so many more sequences of an owner would be refused now: before anything is made of
+        them. `pending`: sequences by owner that are about to be submitted, and count as if they waited."""
+        self._waiting.check_room(num_sequences, owner, pending)
 
     def abort(self, request: str | Request) -> None:
         """Ends a request; its pages are free at the next step. Unknown ones are ignored (it may just have ended).

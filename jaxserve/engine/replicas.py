@@ -26,7 +26,7 @@ from jaxserve.api import (
     ResumeReason,
     SamplingParams,
 )
-from jaxserve.engine.base import ASLEEP, Load, refusal_of
+from jaxserve.engine.base import ASLEEP, NOTHING_PENDING, Load, Pending, refusal_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import ModelInfo, Prompt
 from jaxserve.engine.outputs import Sink, Update
@@ -255,13 +255,14 @@ class EngineGroup:
         if ended is not None:
             self._tell_end(ended, None)
 
-    def check_room(self, num_sequences: int) -> None:
+    def check_room(self, num_sequences: int, owner: str, pending: Pending = NOTHING_PENDING) -> None:
         """See `Engine.check_room`. Requests are assumed to spread evenly: the group is full when all replicas are."""
         living = [self._replicas[number] for number in self._candidates()]
+        each = {name: -(-count // len(living)) for name, count in pending.items()}
         full: QueueFull | None = None
         for replica in living:
             try:
-                replica.check_room(-(-num_sequences // len(living)))
+                replica.check_room(-(-num_sequences // len(living)), owner, each)
             except QueueFull as error:
                 full = error
             else:

@@ -23,8 +23,10 @@ from jaxserve.engine.embedding import embedding_of, pooling_params
 from jaxserve.engine.inputs import Prompt
 from jaxserve.engine.outputs import Update
 from jaxserve.engine.scoring import Judgement
+from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.engine.tenants import Tenants
-from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, QueueFull
+from jaxserve.engine.waiting import queue_full
+from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError
 
 T = TypeVar("T")
 E_co = TypeVar("E_co", bound=Answering, covariant=True)
@@ -100,16 +102,18 @@ class AsyncEngine(Generic[E_co]):
         self._tenants = tenants
         self._pool = ThreadPoolExecutor(encode_threads, thread_name_prefix="jaxserve-encode")
         self._closed = False
-        self._num_pending = 0  # sequences whose prompts wait to be encoded; other work counts as one
+        self._pending: SharedRoom[str] = SharedRoom(0)  # sequences of prompts to be encoded; other work counts as one
         self._readers: dict[asyncio.AbstractEventLoop, _Readers] = {}  # of the loops that have running streams
         engine.watch_deliveries(self._flush)
 
-    async def run(self, work: Callable[[], T], *, prompts: int = 0, n: int = 1, tenant: str | None = None) -> T:
+    async def run(
+        self, work: Callable[[], T], *, prompts: int = 0, n: int = 1, tenant: str | None = None, owner: str = ""
+    ) -> T:
         """The result of `work`, done on a thread of its own; such as `lambda: engine.prepare(prompt, sampling)`.
 
         `prompts`, `n`: of the call that this begins, which has a sequence for each of both; 0: it begins none. What
         there is no room for is refused here, before anything is encoded or made for a sequence. `tenant`: whose call it
-        is; None: one that was accepted elsewhere, or of which nothing is counted.
+        is; None: one that was accepted elsewhere, or of which nothing is counted. `owner`: as `Request.owner`.
 
         Raises what `work` raises, EngineStopped after `close` or once the engine has died, InvalidRequest for a call
         that could never be taken, QueueFull when as much waits as may wait at all, and TenantLimited.
@@ -117,23 +121,23 @@ class AsyncEngine(Generic[E_co]):
         failure = self.engine.failure
         if self._closed or failure is not None:
             raise refusal_of(failure)
+        pending = self._pending
+        pending.most = self.engine.load.max_waiting
         if prompts:
             self._check_call(prompts, n)
-            self.engine.check_room(self._num_pending + prompts * n)
+            self.engine.check_room(prompts * n, owner, pending.by_owner)
             if self._tenants is not None and tenant is not None:
                 self._tenants.enter(tenant, prompts)
-        elif self._num_pending >= self.engine.load.max_waiting:
-            raise QueueFull(
-                f"{self._num_pending} prompts wait to be encoded; sched.max_waiting is {self.engine.load.max_waiting}; "
-                "try again later",
-                retry_after_s=1.0,
+        elif pending.lacking(owner, 1):
+            raise queue_full(
+                "prompts wait to be encoded", "1 more is given", "sched.max_waiting", pending, owner, retry_after_s=1.0
             )
         weight = prompts * n if prompts else 1
-        self._num_pending += weight
+        pending.enter(owner, weight, at_any_rate=True)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
-            self._num_pending -= weight
+            pending.leave(owner, weight)
 
     def _check_call(self, prompts: int, n: int) -> None:
         if n < 1:  # a call of less than nothing would be room for others
@@ -225,7 +229,7 @@ class AsyncEngine(Generic[E_co]):
         form = self.engine.model.embedding.form(dimensions, normalize)
         sampling = pooling_params(truncate_prompt_tokens)
         options = dataclasses.replace(options, pooling=True)
-        request = await self.run(lambda: self.engine.prepare(prompt, sampling, options))
+        request = await self.run(lambda: self.engine.prepare(prompt, sampling, options), owner=options.owner)
         async with contextlib.aclosing(self.stream(request)) as updates:
             async for update in updates:
                 if update.prompt is not None:
@@ -248,7 +252,8 @@ class AsyncEngine(Generic[E_co]):
 
         waiting = [one for one in judgements if one.sampling is not None]
         while waiting:
-            requests = await self.run(functools.partial(list, map(ask, waiting)), prompts=len(waiting))
+            work = functools.partial(list, map(ask, waiting))
+            requests = await self.run(work, prompts=len(waiting), owner=options.owner)
             asked = {request.request_id: one for request, one in zip(requests, waiting, strict=True)}
             async with contextlib.aclosing(self.stream(*requests)) as updates:
                 async for update in updates:

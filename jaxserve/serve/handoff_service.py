@@ -103,7 +103,7 @@ class HandoffService(pb_grpc.HandoffServicer):
         engine, offers = self._engine.engine, self._receiver.offers
         if not engine.accepting:
             raise refusal_of(engine.failure)
-        engine.check_room(1 + offers.count())
+        engine.check_room(1, "", {"": offers.count()})  # whose request will come is not known yet
         offers.take(request_id)
         return offers.lease_s
 

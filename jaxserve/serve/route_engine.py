@@ -19,7 +19,10 @@ import grpc
 from jaxserve.api import NO_OPTIONS, FinishReason, PromptInfo, Request, RequestOptions, SamplingParams
 from jaxserve.content import Picture, PlacedPicture
 from jaxserve.engine import Load, ModelInfo, Prompt, Sink, Update, prepare_request
-from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, QueueFull, UnsupportedOption
+from jaxserve.engine.base import NOTHING_PENDING, Pending
+from jaxserve.engine.shared_room import SharedRoom
+from jaxserve.engine.waiting import queue_full
+from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, UnsupportedOption
 from jaxserve.sched.plan import Drafted
 from jaxserve.serve.convert import (
     CallOptions,
@@ -135,13 +138,18 @@ class RouteEngine:
             max_waiting_tokens=0,
         )
 
-    def check_room(self, num_sequences: int) -> None:
+    def check_room(self, num_sequences: int, owner: str, pending: Pending = NOTHING_PENDING) -> None:
         """Raises QueueFull for more sequences than may be encoded at a time; whether a server has room it says
         itself."""
-        if num_sequences > self._max_waiting:
-            raise QueueFull(
-                f"{num_sequences} sequences would wait to be encoded, and sched.max_waiting is {self._max_waiting}; "
-                "try again later",
+        room: SharedRoom[str] = SharedRoom(self._max_waiting)
+        if room.lacking(owner, num_sequences, pending):
+            raise queue_full(
+                "sequences wait to be encoded",
+                f"{num_sequences} more are asked for",
+                "sched.max_waiting",
+                room,
+                owner,
+                pending,
                 retry_after_s=1.0,
             )
 

@@ -115,7 +115,7 @@ def test_pictures_that_wait_are_bounded_by_their_bytes() -> None:
     requests = [prepare({"image": png(280, 280, colour)}) for colour in range(3)]
     for one in requests[:2]:
         parts.engine.submit(one, lambda update: None)
-    with pytest.raises(QueueFull, match=rf"pictures of {2 * num_bytes} bytes are waiting .*vision.max_waiting_bytes"):
+    with pytest.raises(QueueFull, match=rf"{2 * num_bytes} bytes of pictures are waiting .*vision.max_waiting_bytes"):
         parts.engine.submit(requests[2], lambda update: None)
     parts.engine.submit(prepare(None, "text alone"), lambda update: None)
     while parts.engine.step():

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.errors import DeadlineExceeded
 from jaxserve.serve.http.errors import HttpRefusal, error_response
-from jaxserve.serve.shared_room import SharedRoom
 
 FILES = "/v1/files"  # files of batches are uploaded there, whose bodies are larger than others
 
@@ -39,8 +39,7 @@ class Guard:
     ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
-        self._max_bodies_bytes = max_bodies_bytes
-        self._room = SharedRoom(max_bodies_bytes)  # for the bodies of all requests that have not ended
+        self._room: SharedRoom[bytes] = SharedRoom(max_bodies_bytes)  # for bodies of requests that have not ended
         self._owner_of = owner_of
         self._larger = larger
         self._body_timeout_s = body_timeout_s
@@ -149,7 +148,7 @@ class Guard:
                         raise _too_large(size + len(part), limit, setting)
                     # One body alone is read, whatever it has: its own limit is another setting.
                     if not self._room.enter(owner, len(part), at_any_rate=self._room.total == size):
-                        raise _too_many(self._max_bodies_bytes, self._room.held(owner))
+                        raise _too_many(self._room, owner)
                     size += len(part)
                     parts.append(part)
                     if not message.get("more_body", False):
@@ -175,10 +174,11 @@ def _too_large(size: int, limit: int, setting: str) -> HttpRefusal:
     return HttpRefusal(413, text)
 
 
-def _too_many(limit: int, held: int) -> HttpRefusal:
+def _too_many(room: SharedRoom[bytes], owner: bytes) -> HttpRefusal:
     text = (
-        f"there is no room for this body: all requests together may have {limit} bytes (serve.http.max_bodies_bytes), "
-        f"a quarter of them for callers that have few, and yours have {held}; try again later"
+        f"there is no room for this body: those of all requests have {room.total} bytes and yours {room.held(owner)}; "
+        f"together they may have {room.most} (serve.http.max_bodies_bytes), and while these are taken a caller may "
+        f"have {room.part(owner)}; try again later"
     )
     return HttpRefusal(503, text)
 

@@ -345,14 +345,14 @@ def test_bytes_that_one_key_holds_shut_out_no_other(tmp_path: Path, keys: str) -
             "content-length: 30000\r\n\r\n"
         )
         held = []
-        for _ in range(2):
+        for _ in range(3):
             held.append(stack.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_S)))
             held[-1].sendall(head.encode() + bytes(29_999))
-        third = stack.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_S))
-        third.sendall(head.encode() + bytes(29_999))
+        fourth = stack.enter_context(socket.create_connection((host, int(port)), timeout=WAIT_S))
+        fourth.sendall(head.encode() + bytes(29_999))
         answer = b""
         while b"max_bodies_bytes" not in answer:
-            part = third.recv(65536)
+            part = fourth.recv(65536)
             assert part, answer
             answer += part
         assert answer.startswith(b"HTTP/1.1 503"), answer

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
-from jaxserve.serve.fair_places import FairPlaces
+from jaxserve.engine.fair_places import FairPlaces
 from jaxserve.serve.http.batches.bodies import ENDED, BatchObject, BatchProblem, BatchProblems
 from jaxserve.serve.http.batches.store import BatchStore, new_file_id, read_results
 from jaxserve.serve.http.bodies import read_json
@@ -52,7 +52,7 @@ class BatchRunner:
         self._store = store
         self._at_once = at_once
         self._line_bytes = line_bytes
-        self._places = FairPlaces(at_once)
+        self._places: FairPlaces[bytes] = FairPlaces(at_once)
         self._app: ASGIApp | None = None
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()

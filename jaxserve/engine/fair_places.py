@@ -3,10 +3,13 @@
 import asyncio
 import collections
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 
-class FairPlaces:
+class FairPlaces(Generic[K]):
     """On one event loop. A place that is free goes to the owner that holds fewest, then to the one that waits longest.
 
     So an owner that begins to wait gets its part as soon as places of others come back, however many of theirs wait.
@@ -14,11 +17,11 @@ class FairPlaces:
 
     def __init__(self, count: int) -> None:
         self._free = count
-        self._held: collections.Counter[bytes] = collections.Counter()
-        self._waiting: dict[bytes, collections.deque[asyncio.Future[None]]] = {}  # owners by when they began to wait
+        self._held: collections.Counter[K] = collections.Counter()
+        self._waiting: dict[K, collections.deque[asyncio.Future[None]]] = {}  # owners by when they began to wait
 
     @contextlib.asynccontextmanager
-    async def place(self, owner: bytes) -> AsyncIterator[None]:
+    async def place(self, owner: K) -> AsyncIterator[None]:
         """Waits for a place, and holds it within."""
         await self._enter(owner)
         try:
@@ -26,11 +29,11 @@ class FairPlaces:
         finally:
             self._leave(owner)
 
-    def num_held(self, owner: bytes) -> int:
+    def num_held(self, owner: K) -> int:
         """Places that the owner has now."""
         return self._held[owner]
 
-    async def _enter(self, owner: bytes) -> None:
+    async def _enter(self, owner: K) -> None:
         if self._free and not self._waiting:
             self._take(owner)
             return
@@ -45,11 +48,11 @@ class FairPlaces:
                 self._forget(owner, turn)
             raise
 
-    def _take(self, owner: bytes) -> None:
+    def _take(self, owner: K) -> None:
         self._free -= 1
         self._held[owner] += 1
 
-    def _leave(self, owner: bytes) -> None:
+    def _leave(self, owner: K) -> None:
         self._free += 1
         self._held[owner] -= 1
         if not self._held[owner]:
@@ -62,7 +65,7 @@ class FairPlaces:
                 self._take(next_owner)
                 turn.set_result(None)
 
-    def _forget(self, owner: bytes, turn: asyncio.Future[None]) -> None:
+    def _forget(self, owner: K, turn: asyncio.Future[None]) -> None:
         """The owner waits once less. One that waits on comes after the others that hold as many."""
         turns = self._waiting.pop(owner, collections.deque())
         if turn in turns:

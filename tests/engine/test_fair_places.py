@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from jaxserve.serve.fair_places import FairPlaces
+from jaxserve.engine.fair_places import FairPlaces
 
 A, B, C = b"a", b"b", b"c"
 
@@ -15,7 +15,7 @@ class Crowd:
     """Holders of places, each a task that keeps its place until it is told to leave. Tells who came, in order."""
 
     def __init__(self, count: int) -> None:
-        self.places, self.came = FairPlaces(count), list[bytes]()
+        self.places, self.came = FairPlaces[bytes](count), list[bytes]()
         self._leaving: dict[bytes, list[asyncio.Event]] = {}
         self.tasks: list[asyncio.Task[None]] = []
 
