@@ -4,7 +4,7 @@
     priority    the smaller `Request.priority`, with ageing
     preemptive  the same, but a newcomer of a better class takes the row and the pages of a worse one
     sjf         the least work first, with ageing
-    fair        equal shares of the tokens between tenants
+    fair        shares of the tokens between owners by their weights, then between the tenants of each
     slo         deadlines of the first token and of those after it
 
 Each is a `Policy`: its order is the key, and the docstring says why no sequence waits for ever. The mechanism that asks
@@ -14,7 +14,9 @@ them is `core`.
 import collections
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
+from jaxserve.sched.accounts import Accounts
 from jaxserve.sched.lengths import LengthPredictor
 from jaxserve.sched.memory import SequenceMemory
 from jaxserve.sched.plan import StepPlan
@@ -110,91 +112,117 @@ class SjfPolicy(Policy):
 
 _MAX_IDLE = 4096  # tenants without a request whose counters are remembered
 
+Line = tuple[str, str]  # owner and tenant
 
-class FairPolicy(Policy):
-    """By the counter of the tenant (`Request.tenant`), then by arrival.
 
-    The Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Fairness is
-    about the tokens that a tenant gets over time, of long or short requests, and not about rows or pages. A tenant
+class FairPolicy(PriorityPolicy):
+    """By the counter of the owner (`Request.owner`), of the tenant within it, then by priority less age.
+
+    The Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), twice: tokens
+    are shared between owners, in proportion to their weights, and what an owner gets between its tenants. Fairness is
+    about the tokens that a name gets over time, of long or short requests, and not about rows or pages. A name
     is charged `input_weight` for a token of a prompt, when the prompt gets its row, and `output_weight` for a token of
-    output, when it is served. The next row goes to the tenant of the smallest counter among those that wait. A tenant
-    that comes back after a pause is lifted to the smallest counter of those that wait, so that no tenant saves up
-    credit by staying away. The service of two tenants that both wait all the time then differs by at most 2 *
-    max(input_weight
-    * L, output_weight * M): L is the longest prompt, M how many tokens the sequences that run together have at their
-    ends, and output_weight is not the smaller one.
+    output, when it is served; an owner, that divided by its weight. The next row goes to the owner of the smallest
+    counter among those that wait, and there to the tenant of the smallest one. A name
+    that comes back after a pause is lifted to the smallest counter of those that wait, so that no name saves up
+    credit by staying away. The service of two tenants of an owner that both wait all the time then differs by at most
+    2 * max(input_weight * L, output_weight * M): L is the longest prompt, M how many tokens the sequences that run
+    together have at their ends, and output_weight is not the smaller one. The same holds for two owners of weight 1.
 
     Two cases the paper leaves open. Prompt tokens that the prefix cache has are free, since they cost the device
     nothing. Computing a preempted sequence again is not charged, since its tenant did not ask for it.
     """
 
     def bind(self, memory: SequenceMemory, lengths: LengthPredictor, clock: Callable[[], float]) -> None:
-        """Begins without a known tenant."""
+        """Begins without a known owner."""
         super().bind(memory, lengths, clock)
-        self.counters: dict[str, float] = {}
-        self._num_waiting: collections.Counter[str] = collections.Counter()
-        self._num_live: collections.Counter[str] = collections.Counter()
+        self.owners = Accounts()
+        self.tenants: dict[str, Accounts] = {}  # of each owner that has a counter
+        self._num_idle = 0  # tenants that are remembered without a request, of all owners
         self._charged: set[Sequence] = set()  # live ones whose prompt has been paid
-        self._last_run = ""
-        self._tally: tuple[Seq[Sequence], dict[str, int]] = ((), {})
+        self._bill = _Bill((), [])
 
-    def key(self, seq: Sequence, now_s: float) -> float:
-        """Within a tenant: seconds of arrival."""
-        return seq.request.order_s
+    def line(self, seq: Sequence) -> Line:
+        """A line for each tenant of each owner."""
+        return (seq.request.owner, seq.request.tenant)
 
-    def line(self, seq: Sequence) -> str:
-        """A line for each tenant."""
-        return seq.request.tenant
-
-    def line_key(self, line: str) -> float:
-        """The counter."""
-        return self.counters[line]
+    def line_key(self, line: Line) -> tuple[float, int, float]:
+        """The counters of the owner and of the tenant. Between equal owners no key of a sequence decides."""
+        owner, tenant = line
+        owners = self.owners
+        return (owners.counters[owner], owners.places[owner], self.tenants[owner].counters[tenant])
 
     def on_wait(self, seq: Sequence) -> None:
-        """Lifts the counter of a tenant that had no sequence waiting."""
-        tenant = seq.request.tenant
-        if seq.state is SequenceState.WAITING:
-            self._num_live[tenant] += 1
-        if not self._num_waiting[tenant]:
-            waiting = [self.counters[name] for name in +self._num_waiting]
-            floor = min(waiting) if waiting else self.counters.get(self._last_run, 0.0)
-            self.counters[tenant] = max(self.counters.get(tenant, 0.0), floor)
-        self._num_waiting[tenant] += 1
+        """Lifts the counters of an owner, and of a tenant, that had no sequence waiting."""
+        owner, tenant = seq.request.owner, seq.request.tenant
+        is_new = seq.state is SequenceState.WAITING
+        self.owners.wait(owner, is_new=is_new)
+        tenants = self.tenants.get(owner)
+        if tenants is None:
+            tenants = self.tenants[owner] = Accounts()
+        num_idle = tenants.num_idle
+        tenants.wait(tenant, is_new=is_new)
+        self._num_idle += tenants.num_idle - num_idle
 
     def on_run(self, seq: Sequence) -> None:
         """Charges the prompt, once."""
-        tenant = seq.request.tenant
-        self._num_waiting[tenant] -= 1
-        self._last_run = tenant
+        owner, tenant = seq.request.owner, seq.request.tenant
+        self.owners.run(owner)
+        self.tenants[owner].run(tenant)
         if seq not in self._charged:
             self._charged.add(seq)
-            self.counters[tenant] += self.options.input_weight * (seq.prompt_len - seq.num_cached)
+            charge = self.options.input_weight * (seq.prompt_len - seq.num_cached)
+            self.tenants[owner].counters[tenant] += charge
+            self.owners.counters[owner] += charge / seq.request.owner_weight
 
     def on_served(self, plan: StepPlan, served: Seq[Sequence]) -> None:
-        """Charges a token for each that goes on. In steady decode that is one addition for each tenant."""
-        if self._tally[0] is not served:
-            live = (seq.request.tenant for seq in served if seq.state is not SequenceState.FINISHED)
-            self._tally = (served, collections.Counter(live))
-        for tenant, num_tokens in self._tally[1].items():
-            self.counters[tenant] += self.options.output_weight * num_tokens
+        """Charges a token for each that goes on. In steady decode that is one addition for each owner and tenant."""
+        if self._bill.served is not served:
+            self._bill = self._bill_of(served)
+        for counters, name, charge in self._bill.charges:
+            counters[name] += charge
+
+    def _bill_of(self, served: Seq[Sequence]) -> "_Bill":
+        weight = self.options.output_weight
+        owners: dict[str, float] = {}
+        lines: dict[Line, float] = {}
+        for seq in served:
+            if seq.state is not SequenceState.FINISHED:
+                line = self.line(seq)
+                lines[line] = lines.get(line, 0.0) + weight
+                owners[line[0]] = owners.get(line[0], 0.0) + weight / seq.request.owner_weight
+        charges = [(self.owners.counters, owner, charge) for owner, charge in owners.items()]
+        charges += [(self.tenants[owner].counters, tenant, charge) for (owner, tenant), charge in lines.items()]
+        return _Bill(served, charges)
 
     def on_end(self, seq: Sequence) -> None:
-        """Forgets the sequence, and a tenant that has been away for long."""
-        tenant = seq.request.tenant
-        self._tally = ((), {})
+        """Forgets the sequence, and names that have been away for long."""
+        owner, tenant = seq.request.owner, seq.request.tenant
+        self._bill = _Bill((), [])
         self._charged.discard(seq)
-        if seq.state is not SequenceState.RUNNING:
-            self._num_waiting[tenant] -= 1
-        self._num_live[tenant] -= 1
-        if not self._num_live[tenant]:
-            del self._num_live[tenant], self._num_waiting[tenant]
-            if len(self.counters) > len(self._num_live) + _MAX_IDLE:
-                self._forget()
+        waited = seq.state is not SequenceState.RUNNING
+        self.owners.end(owner, waited=waited)
+        tenants = self.tenants[owner]
+        num_idle = tenants.num_idle
+        tenants.end(tenant, waited=waited)
+        self._num_idle += tenants.num_idle - num_idle
+        if self._num_idle > len(self.owners.num_live) + _MAX_IDLE:
+            self._forget()
 
     def _forget(self) -> None:
-        """Drops tenants without a request, but not the last one that ran: a newcomer is lifted to it."""
-        kept = {*self._num_live, self._last_run}
-        self.counters = {name: value for name, value in self.counters.items() if name in kept}
+        """Drops owners and tenants without a request, but the last of each that ran: a newcomer is lifted to it."""
+        self.owners.forget_idle()
+        self.tenants = {owner: tenants for owner, tenants in self.tenants.items() if owner in self.owners.counters}
+        for tenants in self.tenants.values():
+            tenants.forget_idle()
+        self._num_idle = sum(tenants.num_idle for tenants in self.tenants.values())
+
+
+class _Bill(NamedTuple):
+    """What a step of the sequences `served` costs: counters, a name among them, and the charge."""
+
+    served: Seq[Sequence]
+    charges: list[tuple[dict[str, float], str, float]]
 
 
 _DECAY = 0.99  # of the weight of a measurement with each one after it

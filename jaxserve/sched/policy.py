@@ -6,8 +6,9 @@ acts. One loop serves all policies, so a rule of correctness (overlap, paging, c
 
 import abc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from jaxserve.errors import PolicyError
 from jaxserve.sched.lengths import AskedLengths, LengthPredictor
@@ -70,12 +71,15 @@ class Policy(abc.ABC):
         A number for all sequences, or a tuple of numbers for all; never NaN.
         """
 
-    def line(self, seq: Sequence) -> str:
+    def line(self, seq: Sequence) -> Hashable:
         """The line that `seq` waits in; never changes. Within a line `key` decides."""
         return ""
 
-    def line_key(self, line: str) -> float:
-        """The line with the smallest one is next; never NaN. May change at any time, and costs nothing until asked."""
+    def line_key(self, line: Any) -> float | tuple[float, ...]:
+        """The line with the smallest one is next; a number for all, or a tuple of numbers for all, never NaN.
+
+        May change at any time, and costs nothing until asked.
+        """
         return 0.0
 
     def may_admit(self, seq: Sequence, running: Seq[Sequence]) -> bool:

@@ -24,6 +24,7 @@ from jaxserve.sched import (
     StepPlan,
     create_scheduler,
 )
+from jaxserve.sched.accounts import Accounts
 from jaxserve.sched.draft import Draft
 from jaxserve.sched.plan import NO_ENCODER, NO_SLOTS, EncoderPool, HostSlots
 from jaxserve.sched.policies import FairPolicy, SloPolicy
@@ -297,13 +298,17 @@ def _tier_state(scheduler: ContinuousScheduler) -> tuple[object, ...]:
 def _policy_state(scheduler: ContinuousScheduler) -> tuple[object, ...]:
     policy = scheduler.policy
     if isinstance(policy, FairPolicy):
-        lowest = min(policy.counters.values(), default=0.0)
-        # Far behind is far behind: no move of a world this small makes up for more than a whole job.
-        counters = tuple(sorted((k, min(v - lowest, 4.0)) for k, v in policy.counters.items()))
-        return (counters, policy._last_run, len(policy._charged))
+        accounts = {"owners": policy.owners, **policy.tenants}
+        return (*((k, *_account_state(one)) for k, one in sorted(accounts.items())), len(policy._charged))
     if isinstance(policy, SloPolicy):
         return (policy._longest.request_id if policy._longest else "", policy._num_rows % 8)
     return ()
+
+
+def _account_state(accounts: Accounts) -> tuple[object, ...]:
+    lowest = min(accounts.counters.values(), default=0.0)
+    # Far behind is far behind: no move of a world this small makes up for more than a whole job.
+    return (tuple(sorted((k, min(v - lowest, 4.0)) for k, v in accounts.counters.items())), accounts.last_run)
 
 
 def explore(
