@@ -12,6 +12,7 @@ them is `core`.
 """
 
 import collections
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -112,6 +113,8 @@ class SjfPolicy(Policy):
 
 _MAX_IDLE = 4096  # tenants without a request whose counters are remembered
 
+_LOOKS = 16  # times that owners are compared, at most, while they are charged `preempt_lag`
+
 Line = tuple[str, str]  # owner and tenant
 
 
@@ -131,6 +134,16 @@ class FairPolicy(PriorityPolicy):
 
     Two cases the paper leaves open. Prompt tokens that the prefix cache has are free, since they cost the device
     nothing. Computing a preempted sequence again is not charged, since its tenant did not ask for it.
+
+    Rows are given back early, too, so that nobody waits for the end of another owner's long answers. Where the first
+    in the queue finds no row or no pages, a sequence of the owner that is furthest ahead gives way, if this owner
+
+      * would still be ahead by more than `preempt_lag` once the newcomer's prompt is charged, and
+      * has more rows for its weight than the owner of the newcomer.
+
+    Rows come back only to an owner that has fallen behind, so between two owners a preemption is followed by the next
+    one only after their counters have moved by `preempt_lag` against each other. A sequence that gave way has generated
+    `preempt_after` tokens since it got its row, so each of them comes to its end. Tenants of an owner never preempt.
     """
 
     def bind(self, memory: SequenceMemory, lengths: LengthPredictor, clock: Callable[[], float]) -> None:
@@ -140,7 +153,12 @@ class FairPolicy(PriorityPolicy):
         self.tenants: dict[str, Accounts] = {}  # of each owner that has a counter
         self._num_idle = 0  # tenants that are remembered without a request, of all owners
         self._charged: set[Sequence] = set()  # live ones whose prompt has been paid
-        self._bill = _Bill((), [])
+        self._bill = _NO_BILL
+        self._num_rows: dict[str, int] = {}  # by owner; an owner without any is not there
+        self._weights: dict[str, float] = {}  # of the owners of live requests, as their latest said
+        self._entered: dict[Sequence, int] = {}  # running sequences, and their outputs when they got their rows
+        self._charges = 0.0  # of all owners, ever
+        self._next_look = 0.0  # while the charges are less, nobody can have fallen too far behind
 
     def line(self, seq: Sequence) -> Line:
         """A line for each tenant of each owner."""
@@ -152,10 +170,67 @@ class FairPolicy(PriorityPolicy):
         owners = self.owners
         return (owners.counters[owner], owners.places[owner], self.tenants[owner].counters[tenant])
 
+    def may_preempt(self) -> bool:
+        """Whether an owner that waits has fallen behind another by more than `preempt_lag`.
+
+        The owners are looked at only when enough has been charged since the last look that it may have come to that.
+        """
+        if self._charges < self._next_look:
+            return False
+        counters = self.owners.counters
+        behind = min(self.owners.num_waiting, key=counters.__getitem__, default=None)
+        return behind is not None and bool(self._leading(behind, counters[behind]))
+
+    def victim_for_admission(self, seq: Sequence, running: Seq[Sequence]) -> Sequence | None:
+        """The last sequence of the owner that is furthest ahead; None where those that may give way are not enough."""
+        owner = seq.request.owner
+        unpaid = 0 if seq in self._charged else seq.prompt_len
+        paid = self.owners.counters[owner] + self.options.input_weight * unpaid / seq.request.owner_weight
+        leading = self._leading(owner, paid)
+        if not leading:
+            return None
+        num_missing = self.memory.num_missing(seq)
+        giving: list[Sequence] = []
+        for other in reversed(running):
+            name = other.request.owner
+            if leading.get(name, 0) > 0 and other.num_outputs - self._entered[other] >= self.options.preempt_after:
+                if num_missing == 0:
+                    return other
+                if self.memory.num_own(other) > 0:
+                    leading[name] -= 1
+                    giving.append(other)
+        if giving and sum(map(self.memory.num_own, giving)) >= num_missing:
+            return giving[0]
+        self._next_look = self._charges + self.options.preempt_lag / _LOOKS
+        return None
+
+    def _leading(self, owner: str, charged: float) -> dict[str, int]:
+        """The owners that are too far ahead of `owner`, which has been `charged`; how many rows each may give to it.
+
+        Where there are none, it says when to look again: until then the counters cannot have moved far enough.
+        """
+        counters, lag = self.owners.counters, self.options.preempt_lag
+        rows = self._num_rows.get(owner, 0) / self._weights[owner]
+        most = {
+            other: math.ceil(num_rows - rows * self._weights[other])
+            for other, num_rows in self._num_rows.items()
+            if other != owner
+        }
+        leading = {other: count for other, count in most.items() if count > 0 and counters[other] > charged + lag}
+        if not leading:
+            missing = min((charged + lag - counters[other] for other, count in most.items() if count > 0), default=lag)
+            self._next_look = self._charges + min(max(missing, lag / _LOOKS), lag)
+        return leading
+
     def on_wait(self, seq: Sequence) -> None:
         """Lifts the counters of an owner, and of a tenant, that had no sequence waiting."""
         owner, tenant = seq.request.owner, seq.request.tenant
         is_new = seq.state is SequenceState.WAITING
+        self._next_look = 0.0
+        if is_new:
+            self._weights[owner] = seq.request.owner_weight
+        else:
+            self._leave_row(seq)
         self.owners.wait(owner, is_new=is_new)
         tenants = self.tenants.get(owner)
         if tenants is None:
@@ -169,11 +244,15 @@ class FairPolicy(PriorityPolicy):
         owner, tenant = seq.request.owner, seq.request.tenant
         self.owners.run(owner)
         self.tenants[owner].run(tenant)
+        self._num_rows[owner] = self._num_rows.get(owner, 0) + 1
+        self._entered[seq] = seq.num_outputs
+        self._next_look = 0.0
         if seq not in self._charged:
             self._charged.add(seq)
             charge = self.options.input_weight * (seq.prompt_len - seq.num_cached)
             self.tenants[owner].counters[tenant] += charge
             self.owners.counters[owner] += charge / seq.request.owner_weight
+            self._charges += charge / seq.request.owner_weight
 
     def on_served(self, plan: StepPlan, served: Seq[Sequence]) -> None:
         """Charges a token for each that goes on. In steady decode that is one addition for each owner and tenant."""
@@ -181,6 +260,7 @@ class FairPolicy(PriorityPolicy):
             self._bill = self._bill_of(served)
         for counters, name, charge in self._bill.charges:
             counters[name] += charge
+        self._charges += self._bill.of_owners
 
     def _bill_of(self, served: Seq[Sequence]) -> "_Bill":
         weight = self.options.output_weight
@@ -193,21 +273,33 @@ class FairPolicy(PriorityPolicy):
                 owners[line[0]] = owners.get(line[0], 0.0) + weight / seq.request.owner_weight
         charges = [(self.owners.counters, owner, charge) for owner, charge in owners.items()]
         charges += [(self.tenants[owner].counters, tenant, charge) for (owner, tenant), charge in lines.items()]
-        return _Bill(served, charges)
+        return _Bill(served, charges, sum(owners.values()))
 
     def on_end(self, seq: Sequence) -> None:
         """Forgets the sequence, and names that have been away for long."""
         owner, tenant = seq.request.owner, seq.request.tenant
-        self._bill = _Bill((), [])
+        self._bill = _NO_BILL
         self._charged.discard(seq)
+        self._next_look = 0.0
         waited = seq.state is not SequenceState.RUNNING
+        if not waited:
+            self._leave_row(seq)
         self.owners.end(owner, waited=waited)
+        if owner not in self.owners.num_live:
+            del self._weights[owner]
         tenants = self.tenants[owner]
         num_idle = tenants.num_idle
         tenants.end(tenant, waited=waited)
         self._num_idle += tenants.num_idle - num_idle
         if self._num_idle > len(self.owners.num_live) + _MAX_IDLE:
             self._forget()
+
+    def _leave_row(self, seq: Sequence) -> None:
+        owner = seq.request.owner
+        del self._entered[seq]
+        self._num_rows[owner] -= 1
+        if not self._num_rows[owner]:
+            del self._num_rows[owner]
 
     def _forget(self) -> None:
         """Drops owners and tenants without a request, but the last of each that ran: a newcomer is lifted to it."""
@@ -219,10 +311,14 @@ class FairPolicy(PriorityPolicy):
 
 
 class _Bill(NamedTuple):
-    """What a step of the sequences `served` costs: counters, a name among them, and the charge."""
+    """What a step of the sequences `served` costs: counters, a name among them, and the charge; and all of owners."""
 
     served: Seq[Sequence]
     charges: list[tuple[dict[str, float], str, float]]
+    of_owners: float
+
+
+_NO_BILL = _Bill((), [], 0.0)
 
 
 _DECAY = 0.99  # of the weight of a measurement with each one after it

@@ -32,8 +32,8 @@ class Policy(abc.ABC):
     step in which a sequence could be admitted: those of `changed`, of the first in order, and those computed longest
     ago (`queue.RECHECKED` of each), so that the cost of a step does not grow with the queue. Keys of different moments
     are compared then, so a part that grows with time for all alike must be left out of them. `preemptive` says whether
-    `victim_for_admission` is worth asking. `uses_priority` says whether `Request.priority` changes anything: if not,
-    requests with a priority are refused.
+    `victim_for_admission` is always worth asking; else `may_preempt` says when. `uses_priority` says whether
+    `Request.priority` changes anything: if not, requests with a priority are refused.
 
     A decision against the rule of its method (the text of each says it) raises PolicyError, which ends the engine.
 
@@ -105,8 +105,15 @@ class Policy(abc.ABC):
         """
         return behind[-1]
 
+    def may_preempt(self) -> bool:
+        """Whether `victim_for_admission` is worth asking now. Asked in each step in which the first in the queue waits.
+
+        So it should take no time. While it is False, such a step costs nothing else.
+        """
+        return self.preemptive
+
     def victim_for_admission(self, seq: Sequence, running: Seq[Sequence]) -> Sequence | None:
-        """The victim for `seq`, the first in the queue, which does not fit. None lets it wait. Only for `preemptive`.
+        """The victim for `seq`, the first in the queue, which does not fit. None lets it wait. See `may_preempt`.
 
         `running` are the sequences that may be preempted in this step, in order. The victim must be one of them, and
         stand behind `seq` by `line_key` and `key`: else the two would preempt each other for ever. It loses its row

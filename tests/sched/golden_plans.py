@@ -1,7 +1,7 @@
 """Golden traces: what each policy plans for one small trace, step by step, in a file that a person can read.
 
-There is one scenario for all policies, made so that they differ: owners, tenants, classes, long and short jobs, a cache that
-runs dry, an abort, a stop.
+There is one scenario for all policies, made so that they differ: owners, tenants, classes, long and short jobs, a
+cache that runs dry, an abort, a stop.
 
     python tests/sched/golden_plans.py        writes golden/*.json again, after a change that is meant
 """

@@ -153,3 +153,190 @@ def test_owners_and_tenants_that_are_gone_are_forgotten() -> None:
     assert sum(len(tenants.counters) for tenants in policy.tenants.values()) <= 4100
     assert policy.owners.counters.keys() == policy.tenants.keys() >= {"stays"}
     assert policy._num_idle == sum(tenants.num_idle for tenants in policy.tenants.values())
+
+
+# ---- rows that give way ---------------------------------------------------------------------------------------------
+
+
+def step(scheduler: ContinuousScheduler, times: int = 1) -> list[str]:
+    """Plans and commits. Returns who got a row."""
+    names: list[str] = []
+    for _ in range(times):
+        plan = scheduler.schedule()
+        assert plan is not None
+        names += [setup.request_id for setup in plan.setups]
+        scheduler.commit(plan, StepResult(token_ids=[99] * len(plan.sampled_rows)))
+    return names
+
+
+def rows(scheduler: ContinuousScheduler) -> dict[str, int]:
+    """Of each owner."""
+    return dict(collections.Counter(seq.request.owner for seq in scheduler._running))
+
+
+def long_answers(owner: str, count: int, prompt_len: int = 3, max_tokens: int = 180, weight: float = 1.0):
+    return [
+        make_request(f"{owner}{i}", [i, *range(1, prompt_len)], max_tokens, owner=owner, owner_weight=weight)
+        for i in range(count)
+    ]
+
+
+def wait_for(scheduler: ContinuousScheduler, request_id: str, at_most: int) -> int:
+    """Steps until it has a row."""
+    for number in range(1, at_most + 1):
+        if request_id in step(scheduler):
+            return number
+    raise AssertionError(f"{request_id} waits after {at_most} steps: {rows(scheduler)}")
+
+
+LAG = dataclasses.replace(BLIND, preempt_lag=64.0, preempt_after=4)
+
+
+@pytest.mark.parametrize("waiting", [0, 500])
+def test_a_late_owner_is_served_long_before_the_rows_of_the_first_end(waiting: int) -> None:
+    """Four rows are charged 8 a step: the newcomer lags 64 behind after eight steps."""
+    scheduler = make(options=LAG)
+    for request in long_answers("greedy", 4 + waiting):
+        scheduler.add(request)
+    step(scheduler, 20)
+    assert rows(scheduler) == {"greedy": 4}
+    scheduler.add(make_request("late0", [7, 7], 180, owner="late"))
+    assert wait_for(scheduler, "late0", 10) >= 8
+    assert rows(scheduler) == {"greedy": 3, "late": 1}
+    assert scheduler.num_preemptions == 1
+
+
+def test_without_a_late_owner_no_row_gives_way() -> None:
+    scheduler = make(options=LAG)
+    for request in long_answers("greedy", 40):
+        scheduler.add(request)
+    step(scheduler, 170)
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_long_prompt_waits_until_it_is_worth_it() -> None:
+    """Its prompt of 80 tokens is charged first, so it lags by 64 only when the others are 144 ahead."""
+    scheduler = make(options=LAG)
+    for request in long_answers("greedy", 4):
+        scheduler.add(request)
+    step(scheduler, 20)
+    scheduler.add(make_request("late0", range(80), 10, owner="late"))
+    assert wait_for(scheduler, "late0", 21) >= 18
+
+
+def test_rows_move_until_both_have_equally_many_and_then_stay() -> None:
+    scheduler = make(options=LAG)
+    for request in [*long_answers("greedy", 4), *long_answers("late", 0)]:
+        scheduler.add(request)
+    step(scheduler, 20)
+    for request in long_answers("late", 4):
+        scheduler.add(request)
+    step(scheduler, 12)
+    assert rows(scheduler) == {"greedy": 2, "late": 2}
+    step(scheduler, 120)
+    assert scheduler.num_preemptions == 2, "equal rows are served equally: nobody gives way again"
+
+
+def test_rows_move_by_weight() -> None:
+    scheduler = make(make_limits(max_rows=10, num_pages=900, page_size=2, max_model_len=200), options=LAG)
+    for request in long_answers("greedy", 20):
+        scheduler.add(request)
+    step(scheduler, 20)
+    for request in long_answers("heavy", 20, weight=4.0):
+        scheduler.add(request)
+    step(scheduler, 20)
+    assert rows(scheduler) == {"greedy": 2, "heavy": 8}
+
+
+def test_two_owners_of_one_row_take_turns_that_are_long() -> None:
+    """A turn ends when the other lags by 64, which is 32 tokens, after it has caught up."""
+    limits = make_limits(max_rows=1, num_pages=300, page_size=2, max_model_len=260)
+    scheduler = make(limits, options=LAG)
+    for request in (make_request(owner, [1, 2], 250, owner=owner) for owner in "xy"):
+        scheduler.add(request)
+    turns = [name for _ in range(400) for name in step(scheduler)]
+    assert turns == ["x", "y"] * (len(turns) // 2) + ["x"] * (len(turns) % 2)
+    assert 5 <= len(turns) <= 9, turns
+
+
+def test_who_has_just_got_a_row_keeps_it() -> None:
+    """With no lag to speak of, each sequence generates `preempt_after` tokens at least in a turn."""
+    options = dataclasses.replace(BLIND, preempt_lag=0.001, preempt_after=10, output_weight=1.0)
+    limits = make_limits(max_rows=1, num_pages=300, page_size=2, max_model_len=260)
+    scheduler = make(limits, options=options)
+    for request in (make_request(owner, [1, 2], 100, owner=owner) for owner in "xy"):
+        scheduler.add(request)
+    turns = 0
+    while scheduler.has_work():
+        turns += len(step(scheduler))
+    assert 10 <= turns <= 20
+
+
+def test_the_worst_priority_of_the_owner_furthest_ahead_gives_way() -> None:
+    scheduler = make(options=LAG)
+    for name, owner, priority in (("b", "b", 0), ("x", "x", 0), ("x-late", "x", 9), ("x-soon", "x", -9)):
+        scheduler.add(make_request(name, [1, 2], 180, owner=owner, priority=priority))
+    step(scheduler, 30)
+    scheduler.add(make_request("new", [7], 4, owner="new", priority=50))
+    wait_for(scheduler, "new", 60)
+    assert {seq.request_id for seq in scheduler._running} == {"b", "x", "x-soon", "new"}
+
+
+def test_pages_give_way_as_rows_do() -> None:
+    """There are rows, but the pages are all of one owner."""
+    limits = make_limits(max_rows=8, num_pages=100, page_size=2, max_model_len=190, token_buckets=(8, 256))
+    scheduler = make(limits, options=LAG)
+    for request in long_answers("greedy", 3, prompt_len=60, max_tokens=100):
+        scheduler.add(request)
+    step(scheduler, 4)
+    assert rows(scheduler) == {"greedy": 3} and scheduler.memory.pool.num_available < 10
+    scheduler.add(make_request("late0", [9] * 40, 20, owner="late"))
+    wait_for(scheduler, "late0", 30)
+    assert rows(scheduler)["late"] == 1
+
+
+def test_charges_are_made_once_however_often_a_sequence_gives_way() -> None:
+    limits = make_limits(max_rows=1, num_pages=300, page_size=2, max_model_len=200)
+    scheduler = make(limits, options=dataclasses.replace(LAG, preempt_lag=10.0, prefix_caching=False))
+    requests = [*long_answers("x", 3), *long_answers("y", 2, max_tokens=90)]
+    out = drive(scheduler, FakeRunner(limits), requests)
+    assert scheduler.num_preemptions > 5
+    assert isinstance(scheduler.policy, FairPolicy)
+    counters = scheduler.policy.owners.counters
+    assert counters["x"] == 3 * (3 + 2 * 180) and counters["y"] == 2 * (3 + 2 * 90)
+    assert {key: len(one.token_ids) for key, one in out.items()} == {
+        (request.request_id, 0): request.max_tokens for request in requests
+    }
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_who_gives_way_ends_with_the_same_tokens(overlap: bool) -> None:
+    limits = make_limits(max_rows=3, num_pages=300, page_size=2, max_model_len=200)
+    requests = [*long_answers("x", 4), *long_answers("y", 4), *long_answers("z", 1), *long_answers("w", 2)]
+    tokens = {}
+    for policy in ("fair", "fcfs"):
+        scheduler = make(limits, policy, dataclasses.replace(LAG, preempt_lag=10.0))
+        out = drive(scheduler, FakeRunner(limits, mode="context", vocab_size=200), requests, overlap=overlap)
+        tokens[policy] = {key: one.token_ids for key, one in out.items()}
+        assert (scheduler.num_preemptions > 5) == (policy == "fair")
+    assert tokens["fair"] == tokens["fcfs"]
+
+
+def test_a_step_without_a_lag_looks_at_no_owner() -> None:
+    """Thousands wait: the owners are compared a few times while `preempt_lag` is charged, not in each step."""
+    scheduler = make(options=dataclasses.replace(BLIND, preempt_lag=1e5))
+    policy = scheduler.policy
+    assert isinstance(policy, FairPolicy)
+    for i in range(1000):
+        scheduler.add(make_request(f"r{i}", [i % 250, i // 250], 180, owner=f"o{i}"))
+    step(scheduler, 3)
+    num_looks, look = 0, policy._leading
+
+    def counting(owner: str, charged: float) -> dict[str, int]:
+        nonlocal num_looks
+        num_looks += 1
+        return look(owner, charged)
+
+    policy._leading = counting  # type: ignore[method-assign]
+    step(scheduler, 150)
+    assert num_looks <= 2, num_looks
