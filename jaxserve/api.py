@@ -331,7 +331,7 @@ class RequestOptions:
 
     Attributes:
       request_id: unique among live requests, for aborts and logs; None takes the next number.
-      priority: smaller is served first; refused unless the policy reads it, as `priority` and `preemptive` do.
+      priority: smaller is served first; refused unless the policy reads it, as `priority`, `preemptive` and `fair` do.
       cache_salt: requests share prefix pages only with the same salt.
       tenant: for policies that share between tenants, as `fair` does; others ignore it.
       owner: whose request it is, as the door that took it knows (a digest of a key, an address); never the caller's to
@@ -382,7 +382,8 @@ class Request:
       request_id: unique among live requests.
       prompt_token_ids: at least one id.
       arrival_s: monotonic seconds, of its arrival at this engine; never shown.
-      priority: smaller is served first (vLLM's convention); 0 unless the policy reads it: `priority`, `preemptive`.
+      priority: smaller is served first (vLLM's convention); 0 unless the policy reads it, as `priority`, `preemptive`
+        and `fair` do.
       cache_salt: requests share prefix pages only with the same salt. That of `RequestOptions`, and what else pages
         follow from (`content.private_salt`).
       tenant: for policies that share between tenants, as `fair` does.

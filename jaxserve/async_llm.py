@@ -64,7 +64,7 @@ class AsyncLLM(FrontDoor):
         Args:
           sampling_params: None takes `get_default_sampling_params`.
           request_id: for `abort`; unique among live requests. None chooses one.
-          priority: smaller first; needs the policy 'priority' or 'preemptive', others refuse all but 0.
+          priority: smaller first; needs the policy 'priority', 'preemptive' or 'fair', others refuse all but 0.
           cache_salt: prompts share prefix pages only with the same salt; a dictionary's own wins.
           tenant: for policies that share between tenants, as 'fair' does.
           ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for the policy 'slo'; None:

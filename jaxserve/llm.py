@@ -145,7 +145,7 @@ class LLM(FrontDoor):
             {"prompt_token_ids": ids}, each with an optional "cache_salt".
           sampling_params: for all, or one per prompt; None: `get_default_sampling_params`.
           use_tqdm: show a progress bar on stderr.
-          priority: smaller first; needs the policy 'priority' or 'preemptive', others refuse all but 0.
+          priority: smaller first; needs the policy 'priority', 'preemptive' or 'fair', others refuse all but 0.
           cache_salt: prompts share prefix pages only with the same salt; a dictionary's own wins.
           tenant: for policies that share between tenants, as 'fair' does.
           ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for the policy 'slo'; None:

@@ -396,6 +396,8 @@ def scheduler_options(config: Config) -> SchedulerOptions:
         ageing_s=sched.ageing_s,
         input_weight=sched.input_weight,
         output_weight=sched.output_weight,
+        preempt_lag=sched.preempt_lag,
+        preempt_after=sched.preempt_after,
         ttft_target_s=sched.ttft_target_s,
         tpot_target_s=sched.tpot_target_s,
         speculation=SpeculationOptions(

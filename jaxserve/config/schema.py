@@ -169,7 +169,8 @@ class SchedConfig(Section):
     ageing_s: float = pydantic.Field(
         default=10.0,
         gt=0,
-        description="priority, preemptive: seconds of waiting that count as one level; sjf: as 256 tokens of work.",
+        description="priority, preemptive, fair: seconds of waiting that count as one level; sjf: as 256 tokens of "
+        "work.",
     )
     watermark: float = pydantic.Field(
         default=0.03, ge=0, lt=1, description="Share of all pages that an admission leaves free."
@@ -186,6 +187,18 @@ class SchedConfig(Section):
     )
     input_weight: float = pydantic.Field(default=1.0, gt=0, description="fair: charge for a token of a prompt.")
     output_weight: float = pydantic.Field(default=2.0, gt=0, description="fair: charge for a generated token.")
+    preempt_lag: float = pydantic.Field(
+        default=1024.0,
+        gt=0,
+        description="fair: how far the charges of an owner may fall behind those of another that has more rows, before "
+        "a row of the other gives way. Smaller: served sooner; larger: less is computed again.",
+    )
+    preempt_after: int = pydantic.Field(
+        default=16,
+        ge=1,
+        description="fair: tokens that a sequence generates, after it got a row, before it can give way to another "
+        "owner.",
+    )
     ttft_target_s: float = pydantic.Field(
         default=1.0, gt=0, description="slo: target for the seconds to the first token."
     )

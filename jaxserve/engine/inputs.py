@@ -267,15 +267,17 @@ def _check_priority(priority: int, uses_priority: bool) -> None:
         )
     if priority and not uses_priority:
         raise InvalidRequest(
-            f"priority is {priority}, which this engine's policy ignores: priority needs sched.policy: priority or "
-            "preemptive"
+            f"priority is {priority}, which this engine's policy ignores: priority needs sched.policy: priority, "
+            "preemptive or fair"
         )
 
 
 def _check_texts(options: RequestOptions) -> None:
-    for name in ("cache_salt", "tenant"):
+    for name in ("cache_salt", "tenant", "owner"):
         if not isinstance(getattr(options, name), str):
             raise InvalidRequest(f"{name} must be text, got {getattr(options, name)!r:.80}")
+    if not 0 < options.owner_weight < math.inf:
+        raise InvalidRequest(f"owner_weight is {options.owner_weight}, but must be more than 0")
     if SALT_END in options.cache_salt:
         raise InvalidRequest(f"cache_salt must not hold the character {SALT_END!r}, got {options.cache_salt!r:.80}")
 

@@ -463,7 +463,7 @@ class ContinuousScheduler:
         seq.forkable_from = NEVER
 
     def _plan_prefills(self, draft: Draft) -> None:
-        may_enter = len(self._queue) > 0 and (self._running.has_free_row or self.policy.preemptive)
+        may_enter = len(self._queue) > 0 and (self._running.has_free_row or self.policy.may_preempt())
         if not may_enter and not self._running.prefilling:
             return
         budget = self.policy.prefill_budget(self._running.decoding) if self._chunked else None
@@ -531,7 +531,7 @@ class ContinuousScheduler:
     def _admit_first(self, draft: Draft) -> bool:
         """Admits the first in the queue with its first chunk. False: it waits, and so do all behind it."""
         running = self._running
-        if not running.has_free_row and not self.policy.preemptive:
+        if not running.has_free_row and not self.policy.may_preempt():
             return False
         seq = self._queue.first()
         if seq is None or seq.ready_after > self._last_committed:
@@ -539,7 +539,7 @@ class ContinuousScheduler:
         if self._loader is not None and self._loader.holds_back(seq):
             self._held_back = seq
             return False
-        if running and self._blocked == (seq, running.num_left):
+        if running and self._blocked == (seq, running.num_left) and not self.policy.may_preempt():
             return False  # no sequence has left since: do not match a long prompt again at every step
         if not self.adapters.has_room(seq.request.adapter):
             self._blocked = (seq, running.num_left)  # until a sequence with another adapter has left
@@ -557,7 +557,7 @@ class ContinuousScheduler:
                 return False  # the step is full
             if running.has_free_row and self._headroom.admits(seq, placement, running):
                 break
-            if not self.policy.preemptive:
+            if not self.policy.may_preempt():
                 self._blocked = (seq, running.num_left)
                 return False
             victim = self._victim_for(seq, draft)

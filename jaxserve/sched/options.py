@@ -32,9 +32,12 @@ class SchedulerOptions:
       watermark: share of all pages that an admission leaves free, beside the growth that is foreseen.
       growth: how much of the foreseen growth of running sequences an admission leaves room for; 0: none, 1: all.
       lengths: predictor of the length of outputs: a name (see `lengths.LENGTHS`), a path, or a predictor.
-      ageing_s: `priority` and `preemptive`: seconds of waiting that are worth one level. `sjf`: what are worth
+      ageing_s: `priority`, `preemptive` and `fair`: seconds of waiting that are worth one level. `sjf`: what are worth
         `sjf.TOKENS_PER_LEVEL` tokens of work.
       input_weight, output_weight: `fair`: what a token of a prompt and a generated one are charged.
+      preempt_lag: `fair`: by how much what an owner was charged may fall behind that of another with more rows, before
+        a row of the other gives way.
+      preempt_after: `fair`: tokens that a sequence generates between getting a row and giving way to another owner.
       host_policy: which pages stay in host memory, where the device has such: a name (see `tier_policy.TIER_POLICIES`),
         a path, a class, or a policy of its own for each scheduler.
       host_tier: settings of that policy.
@@ -58,6 +61,8 @@ class SchedulerOptions:
     ageing_s: float = 10.0
     input_weight: float = 1.0
     output_weight: float = 2.0
+    preempt_lag: float = 1024.0
+    preempt_after: int = 16
     ttft_target_s: float = 1.0
     tpot_target_s: float = 0.1
     host_policy: str | type[TierPolicy] | TierPolicy = "lru"
@@ -71,10 +76,12 @@ class SchedulerOptions:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ConfigError(f"sched.{name} is {value}, but must be more than 0 seconds")
-        for name in ("input_weight", "output_weight"):
+        for name in ("input_weight", "output_weight", "preempt_lag"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ConfigError(f"sched.{name} is {value}, but must be more than 0")
+        if self.preempt_after < 1:
+            raise ConfigError(f"sched.preempt_after is {self.preempt_after}, but must be at least 1 token")
         for tenant, share in self.page_shares.items():
             if not 0 <= share < 1:
                 raise ConfigError(f"cache.page_shares of {tenant!r} is {share}, but must be at least 0 and less than 1")

@@ -4,7 +4,7 @@
     priority    the smaller `Request.priority`, with ageing
     preemptive  the same, but a newcomer of a better class takes the row and the pages of a worse one
     sjf         the least work first, with ageing
-    fair        equal shares of the tokens between tenants
+    fair        shares of the tokens between owners by their weights, then between the tenants of each
     slo         deadlines of the first token and of those after it
 
 Each is a `Policy`: its order is the key, and the docstring says why no sequence waits for ever. The mechanism that asks
@@ -12,9 +12,12 @@ them is `core`.
 """
 
 import collections
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
+from jaxserve.sched.accounts import Accounts
 from jaxserve.sched.lengths import LengthPredictor
 from jaxserve.sched.memory import SequenceMemory
 from jaxserve.sched.plan import StepPlan
@@ -110,91 +113,212 @@ class SjfPolicy(Policy):
 
 _MAX_IDLE = 4096  # tenants without a request whose counters are remembered
 
+_LOOKS = 16  # times that owners are compared, at most, while they are charged `preempt_lag`
 
-class FairPolicy(Policy):
-    """By the counter of the tenant (`Request.tenant`), then by arrival.
+Line = tuple[str, str]  # owner and tenant
 
-    The Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). Fairness is
-    about the tokens that a tenant gets over time, of long or short requests, and not about rows or pages. A tenant
+
+class FairPolicy(PriorityPolicy):
+    """By the counter of the owner (`Request.owner`), of the tenant within it, then by priority less age.
+
+    The Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024), twice: tokens
+    are shared between owners, in proportion to their weights, and what an owner gets between its tenants. Fairness is
+    about the tokens that a name gets over time, of long or short requests, and not about rows or pages. A name
     is charged `input_weight` for a token of a prompt, when the prompt gets its row, and `output_weight` for a token of
-    output, when it is served. The next row goes to the tenant of the smallest counter among those that wait. A tenant
-    that comes back after a pause is lifted to the smallest counter of those that wait, so that no tenant saves up
-    credit by staying away. The service of two tenants that both wait all the time then differs by at most 2 *
-    max(input_weight
-    * L, output_weight * M): L is the longest prompt, M how many tokens the sequences that run together have at their
-    ends, and output_weight is not the smaller one.
+    output, when it is served; an owner, that divided by its weight. The next row goes to the owner of the smallest
+    counter among those that wait, and there to the tenant of the smallest one. A name
+    that comes back after a pause is lifted to the smallest counter of those that wait, so that no name saves up
+    credit by staying away. The service of two tenants of an owner that both wait all the time then differs by at most
+    2 * max(input_weight * L, output_weight * M): L is the longest prompt, M how many tokens the sequences that run
+    together have at their ends, and output_weight is not the smaller one. The same holds for two owners of weight 1.
 
     Two cases the paper leaves open. Prompt tokens that the prefix cache has are free, since they cost the device
     nothing. Computing a preempted sequence again is not charged, since its tenant did not ask for it.
+
+    Rows are given back early, too, so that nobody waits for the end of another owner's long answers. Where the first
+    in the queue finds no row or no pages, a sequence of the owner that is furthest ahead gives way, if this owner
+
+      * would still be ahead by more than `preempt_lag` once the newcomer's prompt is charged, and
+      * has more rows for its weight than the owner of the newcomer.
+
+    Rows come back only to an owner that has fallen behind, so between two owners a preemption is followed by the next
+    one only after their counters have moved by `preempt_lag` against each other. A sequence that gave way has generated
+    `preempt_after` tokens since it got its row, so each of them comes to its end. Tenants of an owner never preempt.
     """
 
     def bind(self, memory: SequenceMemory, lengths: LengthPredictor, clock: Callable[[], float]) -> None:
-        """Begins without a known tenant."""
+        """Begins without a known owner."""
         super().bind(memory, lengths, clock)
-        self.counters: dict[str, float] = {}
-        self._num_waiting: collections.Counter[str] = collections.Counter()
-        self._num_live: collections.Counter[str] = collections.Counter()
+        self.owners = Accounts()
+        self.tenants: dict[str, Accounts] = {}  # of each owner that has a counter
+        self._num_idle = 0  # tenants that are remembered without a request, of all owners
         self._charged: set[Sequence] = set()  # live ones whose prompt has been paid
-        self._last_run = ""
-        self._tally: tuple[Seq[Sequence], dict[str, int]] = ((), {})
+        self._bill = _NO_BILL
+        self._num_rows: dict[str, int] = {}  # by owner; an owner without any is not there
+        self._weights: dict[str, float] = {}  # of the owners of live requests, as their latest said
+        self._entered: dict[Sequence, int] = {}  # running sequences, and their outputs when they got their rows
+        self._charges = 0.0  # of all owners, ever
+        self._next_look = 0.0  # while the charges are less, nobody can have fallen too far behind
 
-    def key(self, seq: Sequence, now_s: float) -> float:
-        """Within a tenant: seconds of arrival."""
-        return seq.request.order_s
+    def line(self, seq: Sequence) -> Line:
+        """A line for each tenant of each owner."""
+        return (seq.request.owner, seq.request.tenant)
 
-    def line(self, seq: Sequence) -> str:
-        """A line for each tenant."""
-        return seq.request.tenant
+    def line_key(self, line: Line) -> tuple[float, int, float]:
+        """The counters of the owner and of the tenant. Between equal owners no key of a sequence decides."""
+        owner, tenant = line
+        owners = self.owners
+        return (owners.counters[owner], owners.places[owner], self.tenants[owner].counters[tenant])
 
-    def line_key(self, line: str) -> float:
-        """The counter."""
-        return self.counters[line]
+    def may_preempt(self) -> bool:
+        """Whether an owner that waits has fallen behind another by more than `preempt_lag`.
+
+        The owners are looked at only when enough has been charged since the last look that it may have come to that.
+        """
+        if self._charges < self._next_look:
+            return False
+        counters = self.owners.counters
+        behind = min(self.owners.num_waiting, key=counters.__getitem__, default=None)
+        return behind is not None and bool(self._leading(behind, counters[behind]))
+
+    def victim_for_admission(self, seq: Sequence, running: Seq[Sequence]) -> Sequence | None:
+        """The last sequence of the owner that is furthest ahead; None where those that may give way are not enough."""
+        owner = seq.request.owner
+        unpaid = 0 if seq in self._charged else seq.prompt_len
+        paid = self.owners.counters[owner] + self.options.input_weight * unpaid / seq.request.owner_weight
+        leading = self._leading(owner, paid)
+        if not leading:
+            return None
+        num_missing = self.memory.num_missing(seq)
+        giving: list[Sequence] = []
+        for other in reversed(running):
+            name = other.request.owner
+            if leading.get(name, 0) > 0 and other.num_outputs - self._entered[other] >= self.options.preempt_after:
+                if num_missing == 0:
+                    return other
+                if self.memory.num_own(other) > 0:
+                    leading[name] -= 1
+                    giving.append(other)
+        if giving and sum(map(self.memory.num_own, giving)) >= num_missing:
+            return giving[0]
+        self._next_look = self._charges + self.options.preempt_lag / _LOOKS
+        return None
+
+    def _leading(self, owner: str, charged: float) -> dict[str, int]:
+        """The owners that are too far ahead of `owner`, which has been `charged`; how many rows each may give to it.
+
+        Where there are none, it says when to look again: until then the counters cannot have moved far enough.
+        """
+        counters, lag = self.owners.counters, self.options.preempt_lag
+        rows = self._num_rows.get(owner, 0) / self._weights[owner]
+        most = {
+            other: math.ceil(num_rows - rows * self._weights[other])
+            for other, num_rows in self._num_rows.items()
+            if other != owner
+        }
+        leading = {other: count for other, count in most.items() if count > 0 and counters[other] > charged + lag}
+        if not leading:
+            missing = min((charged + lag - counters[other] for other, count in most.items() if count > 0), default=lag)
+            self._next_look = self._charges + min(max(missing, lag / _LOOKS), lag)
+        return leading
 
     def on_wait(self, seq: Sequence) -> None:
-        """Lifts the counter of a tenant that had no sequence waiting."""
-        tenant = seq.request.tenant
-        if seq.state is SequenceState.WAITING:
-            self._num_live[tenant] += 1
-        if not self._num_waiting[tenant]:
-            waiting = [self.counters[name] for name in +self._num_waiting]
-            floor = min(waiting) if waiting else self.counters.get(self._last_run, 0.0)
-            self.counters[tenant] = max(self.counters.get(tenant, 0.0), floor)
-        self._num_waiting[tenant] += 1
+        """Lifts the counters of an owner, and of a tenant, that had no sequence waiting."""
+        owner, tenant = seq.request.owner, seq.request.tenant
+        is_new = seq.state is SequenceState.WAITING
+        self._next_look = 0.0
+        if is_new:
+            self._weights[owner] = seq.request.owner_weight
+        else:
+            self._leave_row(seq)
+        self.owners.wait(owner, is_new=is_new)
+        tenants = self.tenants.get(owner)
+        if tenants is None:
+            tenants = self.tenants[owner] = Accounts()
+        num_idle = tenants.num_idle
+        tenants.wait(tenant, is_new=is_new)
+        self._num_idle += tenants.num_idle - num_idle
 
     def on_run(self, seq: Sequence) -> None:
         """Charges the prompt, once."""
-        tenant = seq.request.tenant
-        self._num_waiting[tenant] -= 1
-        self._last_run = tenant
+        owner, tenant = seq.request.owner, seq.request.tenant
+        self.owners.run(owner)
+        self.tenants[owner].run(tenant)
+        self._num_rows[owner] = self._num_rows.get(owner, 0) + 1
+        self._entered[seq] = seq.num_outputs
+        self._next_look = 0.0
         if seq not in self._charged:
             self._charged.add(seq)
-            self.counters[tenant] += self.options.input_weight * (seq.prompt_len - seq.num_cached)
+            charge = self.options.input_weight * (seq.prompt_len - seq.num_cached)
+            self.tenants[owner].counters[tenant] += charge
+            self.owners.counters[owner] += charge / seq.request.owner_weight
+            self._charges += charge / seq.request.owner_weight
 
     def on_served(self, plan: StepPlan, served: Seq[Sequence]) -> None:
-        """Charges a token for each that goes on. In steady decode that is one addition for each tenant."""
-        if self._tally[0] is not served:
-            live = (seq.request.tenant for seq in served if seq.state is not SequenceState.FINISHED)
-            self._tally = (served, collections.Counter(live))
-        for tenant, num_tokens in self._tally[1].items():
-            self.counters[tenant] += self.options.output_weight * num_tokens
+        """Charges a token for each that goes on. In steady decode that is one addition for each owner and tenant."""
+        if self._bill.served is not served:
+            self._bill = self._bill_of(served)
+        for counters, name, charge in self._bill.charges:
+            counters[name] += charge
+        self._charges += self._bill.of_owners
+
+    def _bill_of(self, served: Seq[Sequence]) -> "_Bill":
+        weight = self.options.output_weight
+        owners: dict[str, float] = {}
+        lines: dict[Line, float] = {}
+        for seq in served:
+            if seq.state is not SequenceState.FINISHED:
+                line = self.line(seq)
+                lines[line] = lines.get(line, 0.0) + weight
+                owners[line[0]] = owners.get(line[0], 0.0) + weight / seq.request.owner_weight
+        charges = [(self.owners.counters, owner, charge) for owner, charge in owners.items()]
+        charges += [(self.tenants[owner].counters, tenant, charge) for (owner, tenant), charge in lines.items()]
+        return _Bill(served, charges, sum(owners.values()))
 
     def on_end(self, seq: Sequence) -> None:
-        """Forgets the sequence, and a tenant that has been away for long."""
-        tenant = seq.request.tenant
-        self._tally = ((), {})
+        """Forgets the sequence, and names that have been away for long."""
+        owner, tenant = seq.request.owner, seq.request.tenant
+        self._bill = _NO_BILL
         self._charged.discard(seq)
-        if seq.state is not SequenceState.RUNNING:
-            self._num_waiting[tenant] -= 1
-        self._num_live[tenant] -= 1
-        if not self._num_live[tenant]:
-            del self._num_live[tenant], self._num_waiting[tenant]
-            if len(self.counters) > len(self._num_live) + _MAX_IDLE:
-                self._forget()
+        self._next_look = 0.0
+        waited = seq.state is not SequenceState.RUNNING
+        if not waited:
+            self._leave_row(seq)
+        self.owners.end(owner, waited=waited)
+        if owner not in self.owners.num_live:
+            del self._weights[owner]
+        tenants = self.tenants[owner]
+        num_idle = tenants.num_idle
+        tenants.end(tenant, waited=waited)
+        self._num_idle += tenants.num_idle - num_idle
+        if self._num_idle > len(self.owners.num_live) + _MAX_IDLE:
+            self._forget()
+
+    def _leave_row(self, seq: Sequence) -> None:
+        owner = seq.request.owner
+        del self._entered[seq]
+        self._num_rows[owner] -= 1
+        if not self._num_rows[owner]:
+            del self._num_rows[owner]
 
     def _forget(self) -> None:
-        """Drops tenants without a request, but not the last one that ran: a newcomer is lifted to it."""
-        kept = {*self._num_live, self._last_run}
-        self.counters = {name: value for name, value in self.counters.items() if name in kept}
+        """Drops owners and tenants without a request, but the last of each that ran: a newcomer is lifted to it."""
+        self.owners.forget_idle()
+        self.tenants = {owner: tenants for owner, tenants in self.tenants.items() if owner in self.owners.counters}
+        for tenants in self.tenants.values():
+            tenants.forget_idle()
+        self._num_idle = sum(tenants.num_idle for tenants in self.tenants.values())
+
+
+class _Bill(NamedTuple):
+    """What a step of the sequences `served` costs: counters, a name among them, and the charge; and all of owners."""
+
+    served: Seq[Sequence]
+    charges: list[tuple[dict[str, float], str, float]]
+    of_owners: float
+
+
+_NO_BILL = _Bill((), [], 0.0)
 
 
 _DECAY = 0.99  # of the weight of a measurement with each one after it

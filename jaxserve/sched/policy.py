@@ -6,8 +6,9 @@ acts. One loop serves all policies, so a rule of correctness (overlap, paging, c
 
 import abc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from jaxserve.errors import PolicyError
 from jaxserve.sched.lengths import AskedLengths, LengthPredictor
@@ -31,8 +32,8 @@ class Policy(abc.ABC):
     step in which a sequence could be admitted: those of `changed`, of the first in order, and those computed longest
     ago (`queue.RECHECKED` of each), so that the cost of a step does not grow with the queue. Keys of different moments
     are compared then, so a part that grows with time for all alike must be left out of them. `preemptive` says whether
-    `victim_for_admission` is worth asking. `uses_priority` says whether `Request.priority` changes anything: if not,
-    requests with a priority are refused.
+    `victim_for_admission` is always worth asking; else `may_preempt` says when. `uses_priority` says whether
+    `Request.priority` changes anything: if not, requests with a priority are refused.
 
     A decision against the rule of its method (the text of each says it) raises PolicyError, which ends the engine.
 
@@ -70,12 +71,15 @@ class Policy(abc.ABC):
         A number for all sequences, or a tuple of numbers for all; never NaN.
         """
 
-    def line(self, seq: Sequence) -> str:
+    def line(self, seq: Sequence) -> Hashable:
         """The line that `seq` waits in; never changes. Within a line `key` decides."""
         return ""
 
-    def line_key(self, line: str) -> float:
-        """The line with the smallest one is next; never NaN. May change at any time, and costs nothing until asked."""
+    def line_key(self, line: Any) -> float | tuple[float, ...]:
+        """The line with the smallest one is next; a number for all, or a tuple of numbers for all, never NaN.
+
+        May change at any time, and costs nothing until asked.
+        """
         return 0.0
 
     def may_admit(self, seq: Sequence, running: Seq[Sequence]) -> bool:
@@ -101,8 +105,15 @@ class Policy(abc.ABC):
         """
         return behind[-1]
 
+    def may_preempt(self) -> bool:
+        """Whether `victim_for_admission` is worth asking now. Asked in each step in which the first in the queue waits.
+
+        So it should take no time. While it is False, such a step costs nothing else.
+        """
+        return self.preemptive
+
     def victim_for_admission(self, seq: Sequence, running: Seq[Sequence]) -> Sequence | None:
-        """The victim for `seq`, the first in the queue, which does not fit. None lets it wait. Only for `preemptive`.
+        """The victim for `seq`, the first in the queue, which does not fit. None lets it wait. See `may_preempt`.
 
         `running` are the sequences that may be preempted in this step, in order. The victim must be one of them, and
         stand behind `seq` by `line_key` and `key`: else the two would preempt each other for ever. It loses its row

@@ -14,6 +14,7 @@ import bisect
 import collections
 import heapq
 import itertools
+from collections.abc import Hashable
 from typing import Any
 
 from jaxserve.sched.policy import Policy, broken_rule
@@ -22,7 +23,7 @@ from jaxserve.sched.state import Sequence
 RECHECKED = 16  # keys of each of the two kinds that a step computes again
 
 Place = tuple[Any, int, int]  # within a line
-Rank = tuple[float, Any, int, int]
+Rank = tuple[Any, Any, int, int]
 
 
 class WaitingQueue:
@@ -30,7 +31,9 @@ class WaitingQueue:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._lines: dict[str, list[tuple[Place, Sequence]]] = {}  # sorted; places differ, so nothing else is compared
+        self._lines: dict[
+            Hashable, list[tuple[Place, Sequence]]
+        ] = {}  # sorted; places differ, so nothing else is compared
         self._places: collections.OrderedDict[Sequence, Place] = collections.OrderedDict()  # the oldest keys first
 
     def __len__(self) -> int:
@@ -103,14 +106,18 @@ class WaitingQueue:
 
     def _place(self, seq: Sequence, now_s: float) -> Place:
         key = self._policy.key(seq, now_s)
-        if any(part != part for part in key) if isinstance(key, tuple) else key != key:
+        if _has_nan(key):
             raise broken_rule(
                 self._policy, "key", f"the key of {seq.request_id!r} is {key!r}; NaN has no place in an order"
             )
         return (key, seq.order, seq.index)
 
-    def _line_key(self, line: str) -> float:
+    def _line_key(self, line: Hashable) -> float | tuple[float, ...]:
         key = self._policy.line_key(line)
-        if key != key:
+        if _has_nan(key):
             raise broken_rule(self._policy, "line_key", f"the key of {line!r:.80} is NaN, without a place in an order")
         return key
+
+
+def _has_nan(key: float | tuple[float, ...]) -> bool:
+    return any(part != part for part in key) if isinstance(key, tuple) else key != key

@@ -111,6 +111,8 @@ def make_request(
     priority: int = 0,
     salt: str = "",
     tenant: str = "",
+    owner: str = "",
+    owner_weight: float = 1.0,
     pictures: Iterable[PlacedPicture] = (),
 ) -> Request:
     """A request of token ids. `sampling` defaults to one greedy sequence."""
@@ -125,6 +127,8 @@ def make_request(
         priority=priority,
         cache_salt=salt,
         tenant=tenant,
+        owner=owner,
+        owner_weight=owner_weight,
         pictures=tuple(pictures),
     )
 

@@ -1,7 +1,7 @@
 """Golden traces: what each policy plans for one small trace, step by step, in a file that a person can read.
 
-There is one scenario for all policies, made so that they differ: tenants, classes, long and short jobs, a cache that
-runs dry, an abort, a stop.
+There is one scenario for all policies, made so that they differ: owners, tenants, classes, long and short jobs, a
+cache that runs dry, an abort, a stop.
 
     python tests/sched/golden_plans.py        writes golden/*.json again, after a change that is meant
 """
@@ -40,7 +40,16 @@ def requests() -> list[tuple[int, Request]]:
     return [
         (
             turn,
-            make_request(name, prompt, max_tokens, priority=level, tenant=tenant, arrival_s=turn * STEP_S, stop=[200]),
+            make_request(
+                name,
+                prompt,
+                max_tokens,
+                priority=level,
+                tenant=tenant,
+                owner="x" if tenant == "a" else "y",
+                arrival_s=turn * STEP_S,
+                stop=[200],
+            ),
         )
         for turn, name, prompt, max_tokens, level, tenant in made
     ]

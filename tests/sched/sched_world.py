@@ -151,6 +151,8 @@ class World:
                 chunked_prefill=chunked,
                 prefix_caching=prefix_caching,
                 ageing_s=2.0,
+                preempt_lag=6.0,
+                preempt_after=1,
                 watermark=0.03 if look_ahead else 0.0,
                 growth=0.5 if look_ahead else 0.0,
                 host_policy=host_policy,
@@ -339,6 +341,8 @@ def random_request(rng: random.Random, number: int, now_s: float) -> Request:
         priority=rng.randint(-2, 2),
         salt=rng.choice(["", "", "", "tenant"]),
         tenant=rng.choice("abc"),
+        owner="xyz"[number % 3],
+        owner_weight=1.0 + number % 2,
         pictures=pictures,
     )
 

@@ -24,6 +24,7 @@ from jaxserve.sched import (
     StepPlan,
     create_scheduler,
 )
+from jaxserve.sched.accounts import Accounts
 from jaxserve.sched.draft import Draft
 from jaxserve.sched.plan import NO_ENCODER, NO_SLOTS, EncoderPool, HostSlots
 from jaxserve.sched.policies import FairPolicy, SloPolicy
@@ -38,7 +39,9 @@ def _limits(token_bucket: int) -> Limits:
 
 
 LIMITS = _limits(4)
-OPTIONS = dataclasses.replace(BLIND, ageing_s=2.0, ttft_target_s=5.0, output_weight=1.0)
+OPTIONS = dataclasses.replace(
+    BLIND, ageing_s=2.0, ttft_target_s=5.0, output_weight=1.0, preempt_lag=0.5, preempt_after=1
+)
 TICK_S = 10.0
 MAX_DRAIN = 60  # steps in which any of these worlds must end
 
@@ -56,6 +59,14 @@ SMALLER = (
     make_request("a", [1, 2], 1, stop=[STOP], priority=1, tenant="x"),
     make_request("b", [1, 2], 2, stop=[STOP], priority=0, tenant="y"),
     make_request("c", [1], 3, stop=[STOP], priority=-1, tenant="x"),
+)
+
+
+# One owner has two of them, and the rows, when the other comes: a row gives way after two tokens.
+OWNED = (
+    make_request("a", [1], 3, stop=[STOP], owner="o"),
+    make_request("b", [1], 2, stop=[STOP], owner="p"),
+    make_request("c", [2], 3, stop=[STOP], owner="o"),
 )
 
 
@@ -297,13 +308,26 @@ def _tier_state(scheduler: ContinuousScheduler) -> tuple[object, ...]:
 def _policy_state(scheduler: ContinuousScheduler) -> tuple[object, ...]:
     policy = scheduler.policy
     if isinstance(policy, FairPolicy):
-        lowest = min(policy.counters.values(), default=0.0)
-        # Far behind is far behind: no move of a world this small makes up for more than a whole job.
-        counters = tuple(sorted((k, min(v - lowest, 4.0)) for k, v in policy.counters.items()))
-        return (counters, policy._last_run, len(policy._charged))
+        accounts = {"": policy.owners, **{f"of {owner}": one for owner, one in sorted(policy.tenants.items())}}
+        return (
+            *((name, *_account_state(one)) for name, one in accounts.items()),
+            len(policy._charged),
+            frozenset((seq.request_id, min(seq.num_outputs - then, 1)) for seq, then in policy._entered.items()),
+            max(0.0, policy._next_look - policy._charges),
+        )
     if isinstance(policy, SloPolicy):
         return (policy._longest.request_id if policy._longest else "", policy._num_rows % 8)
     return ()
+
+
+def _account_state(accounts: Accounts) -> tuple[object, ...]:
+    lowest = min(accounts.counters.values(), default=0.0)
+    # Far behind is far behind: no move of a world this small makes up for more than a whole job, and for its lag.
+    return (
+        tuple(sorted((k, min(v - lowest, 4.0)) for k, v in accounts.counters.items())),
+        tuple(sorted(accounts.places, key=lambda name: accounts.places[name])) if len(accounts.counters) > 1 else (),
+        accounts.last_run,
+    )
 
 
 def explore(

@@ -113,9 +113,10 @@ def test_first_come_breaks_the_bound_that_fair_keeps():
     assert lags["fcfs"] > 3, lags
 
 
-def counters(scheduler: ContinuousScheduler) -> dict[str, float]:
+def counters(scheduler: ContinuousScheduler, owner: str = "") -> dict[str, float]:
+    """Of the tenants of an owner."""
     assert isinstance(scheduler.policy, FairPolicy)
-    return scheduler.policy.counters
+    return scheduler.policy.tenants[owner].counters
 
 
 def test_charges_are_weighted_tokens_as_they_are_served():

@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 from sched_world import POLICIES
-from small_world import OPTIONS, SMALLER, STOP, Rules, SmallWorld, explore
+from small_world import OPTIONS, OWNED, SMALLER, STOP, Rules, SmallWorld, explore
 
 from jaxserve.sched.plan import HostSlots
 from jaxserve.testing import make_request
@@ -31,6 +31,8 @@ def worlds(rules: Rules, shapes: dict[str, tuple[tuple[int, int], ...]]) -> dict
     found |= {f"3 groups {i}": ("fcfs", dataclasses.replace(still, windows=w, num_pages=2 * pages))
               for i, w in enumerate(WINDOWS)}  # fmt: skip
     found["2 groups"] = ("preemptive", dataclasses.replace(two, windows=WINDOWS[0], num_pages=2 * pages))
+    found["3 owners"] = ("fair", dataclasses.replace(still, requests=OWNED, num_pages=pages + 1))
+    found["2 owners"] = ("fair", dataclasses.replace(two, requests=OWNED, max_preempts=0, max_ticks=0))
     for name, shape in shapes.items():
         found[f"3 {name}"] = ("fcfs", dataclasses.replace(still, shapes=shape, num_pages=pages + 1))
         found[f"2 {name}"] = ("fcfs", dataclasses.replace(two, shapes=shape, num_pages=pages + 1))
@@ -43,7 +45,7 @@ LARGE = worlds(Rules(), {"up to 3": SHAPES[0], "2 rounds": SHAPES[1]})
 for _move, _policy in (("aborts", "fcfs"), ("preempts", "preemptive"), ("ticks", "slo")):
     LARGE[f"3 {_move}"] = (_policy, Rules(**{**NO_MOVE, f"max_{_move}": 1}))
 EVERY["3 aborts"] = ("fcfs", dataclasses.replace(SMALL, **{**NO_MOVE, "max_aborts": 1}))
-QUICK = ("3 preemptive", "2 groups", "2 up to 3", "2 preemptive", "2 fair", "2 slo")
+QUICK = ("3 preemptive", "2 groups", "2 up to 3", "2 preemptive", "2 fair", "2 owners", "2 slo")
 
 
 def check_every(policy: str, rules: Rules) -> None:
