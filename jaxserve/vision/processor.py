@@ -31,11 +31,13 @@ class PictureLimits:
     Attributes:
       max_pixels: a larger picture is scaled down to that, where the family scales at all; None: the checkpoint's limit.
       max_source_pixels: rows times columns of a file that is decoded.
+      max_scans: of a JPEG that is decoded.
       max_pictures: of a prompt.
     """
 
     max_pixels: int | None = None
-    max_source_pixels: int = 50_000_000
+    max_source_pixels: int = 25_000_000
+    max_scans: int = 100
     max_pictures: int = 16
 
 
@@ -94,9 +96,9 @@ class PictureProcessor(abc.ABC):
     def process(self, source: "bytes | Image") -> Picture:
         """The picture of a file (PNG, JPEG, WebP, GIF), or of an open one.
 
-        Raises InvalidRequest for a file that is none, is broken, or has too many pixels or an extreme shape.
+        Raises InvalidRequest for a file that is none, is broken, or has too many pixels or scans or an extreme shape.
         """
-        pixels, grid = self.patches(open_picture(source, self.limits.max_source_pixels))
+        pixels, grid = self.patches(open_picture(source, self.limits.max_source_pixels, self.limits.max_scans))
         assert len(pixels) <= self.max_patches, (grid, self.max_patches)
         data = np.ascontiguousarray(pixels).tobytes()
         # How pixels are read joins the digest, so that it means the same in every process that shares pages.
