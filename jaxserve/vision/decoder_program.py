@@ -1,13 +1,36 @@
-"""Decodes files of pictures, whose bytes somebody made up. The standard library and Pillow alone."""
+"""The program of the processes that decode pictures: it reads files that somebody made up, and may crash.
 
+Decoders are native code, which no thread can interrupt, and which have had faults that the right bytes meet. So the
+server gives each file to a process that has so much memory and so much time, and no more (`vision.decoding`). The
+script imports the standard library and Pillow alone, so that it starts quickly.
+
+A question is the length of a file and the seconds of processor time that it may take, then the file. An answer is a
+kind, the seconds that were taken, and two numbers: of PIXELS the columns and rows, then the pixels, row by row, three
+bytes each; of REFUSED the length of a text and 0, then the text; of FULL, where memory was short, 0 and 0.
+"""
+
+import importlib
 import io
+import json
+import os
 import re
+import resource
+import signal
+import struct
+import sys
+import time
+import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+QUESTION = struct.Struct("<Qd")
+ANSWER = struct.Struct("<BdII")
+PIXELS, REFUSED, FULL = range(3)
+
+_SHORTEST_S = 0.001  # a timer of 0 seconds would be none
 
 # A marker of JPEG anywhere behind some place: the zero behind FF is of coded data, and FF fills up.
 _MARKER = re.compile(rb"\xff([^\x00\xff])")
@@ -102,3 +125,70 @@ def _read_header(data: bytes) -> "Image":
 
 def _broken(error: Exception) -> Refused:
     return Refused(f"a picture cannot be decoded: {error}; is the file whole?")
+
+
+def main(paths: list[str], memory_bytes: int, max_pixels: int, max_scans: int) -> None:
+    """Serves until its input ends. `paths`: where Pillow is found. `memory_bytes`: of address space."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":  # elsewhere the limit is refused or ignored
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        bounded = memory_bytes if most == resource.RLIM_INFINITY else min(memory_bytes, most)
+        resource.setrlimit(resource.RLIMIT_AS, (bounded, most))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, also in the middle of native code
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # for the server, which drains, and then ends this
+        signal.signal(number, signal.SIG_IGN)
+    warnings.simplefilter("ignore")  # of sizes, which are limited here, and of transparency, which is dropped
+    answers = os.dup(1)
+    os.dup2(2, 1)  # text that a library prints is no answer
+    sys.path[:] = paths
+    for name in ("ImageOps", "PngImagePlugin", "JpegImagePlugin", "WebPImagePlugin", "GifImagePlugin"):
+        importlib.import_module(f"PIL.{name}")  # not in the time of the first file
+    header = bytearray(QUESTION.size)
+    while _fill(memoryview(header)):
+        size, seconds = QUESTION.unpack(header)
+        signal.setitimer(signal.ITIMER_PROF, max(seconds, _SHORTEST_S))
+        begin_s = time.process_time()
+        kind, columns, rows, content = _answer(size, max_pixels, max_scans)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        for part in (ANSWER.pack(kind, time.process_time() - begin_s, columns, rows), content):
+            left = memoryview(part)
+            while left:
+                left = left[os.write(answers, left) :]
+        del content, part, left  # the next file may need the memory
+
+
+def _answer(size: int, max_pixels: int, max_scans: int) -> tuple[int, int, int, bytes]:
+    """Its kind, its two numbers and its bytes. In any case all bytes of the file have been read."""
+    unread = size
+    try:
+        data = bytearray(size)
+        unread = 0
+        if not _fill(memoryview(data)):
+            sys.exit(0)  # the server has ended
+        picture = decode(bytes(data), max_pixels, max_scans)
+        return PIXELS, *picture.size, picture.tobytes()
+    except Refused as error:
+        text = str(error).encode(errors="replace")
+        return REFUSED, len(text), 0, text
+    except MemoryError:
+        while unread:
+            part = bytearray(min(unread, 1 << 16))
+            if not _fill(memoryview(part)):
+                sys.exit(0)
+            unread -= len(part)
+        return FULL, 0, 0, b""
+
+
+def _fill(target: memoryview) -> bool:
+    """Reads all of `target` from the input; false when that has ended before."""
+    while target:
+        count = os.readv(0, [target])
+        if not count:
+            return False
+        target = target[count:]
+    return True
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), *map(int, sys.argv[2:]))
