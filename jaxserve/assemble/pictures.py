@@ -48,6 +48,9 @@ def _find_processor(config: Config) -> PictureProcessor | None:
     limits = PictureLimits(
         max_pixels=vision.max_pixels,
         max_source_pixels=vision.max_source_pixels,
+        max_scans=vision.max_scans,
+        decode_s=vision.decode_s,
+        decode_bytes=vision.decode_bytes,
         max_pictures=vision.max_pictures,
     )
     return find_processor(checkpoint.config, read_preprocessor(checkpoint.path), limits, str(checkpoint.path))

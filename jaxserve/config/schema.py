@@ -440,7 +440,25 @@ class VisionConfig(Section):
         description="Pixels of a picture once it is resized; a larger one is scaled down. Default: the checkpoint's.",
     )
     max_source_pixels: int = pydantic.Field(
-        default=50_000_000, ge=1, description="Pixels of a picture that is decoded; a file that says more is refused."
+        default=25_000_000, ge=1, description="Pixels of a picture that is decoded; a file that says more is refused."
+    )
+    max_scans: int = pydantic.Field(
+        default=100,
+        ge=1,
+        description="Scans of a JPEG that is decoded, each of which may pass over all pixels; a file with more is "
+        "refused. Programs write ten or so.",
+    )
+    decode_s: float = pydantic.Field(
+        default=5.0,
+        gt=0,
+        description="Seconds of processor time for decoding all pictures of a request; what takes more is ended, and "
+        "refused. A clock ends it, too, after 12 times as long, and 60 s at least.",
+    )
+    decode_bytes: int = pydantic.Field(
+        default=2**31,
+        ge=2**28,
+        description="Bytes of memory for decoding a picture, as address space of the process that does it; what takes "
+        "more is refused. Linux alone has such a limit.",
     )
     max_pictures: int = pydantic.Field(
         default=16, ge=0, description="Pictures of a request. 0: none, and Pillow need not be installed."

@@ -20,8 +20,9 @@ _PARTS = ("image_url", "image")  # of a chat: OpenAI's, and that of processors
 class PictureReader(Protocol):
     """`vision.PictureProcessor`, as much of it as a prompt needs. Used by several threads at once."""
 
-    def process(self, source: Any) -> Picture:
-        """The picture of a file's bytes, or of an open one. Raises InvalidRequest."""
+    def begin(self) -> Callable[[Any], Picture]:
+        """For the pictures of one request, which share a limit of time: returns that of a file's bytes, or of an open
+        one. Raises InvalidRequest."""
         ...
 
     def expand(
@@ -152,7 +153,8 @@ def with_pictures(
     if reader is None:
         return tuple(token_ids), ()
     # Without pictures, too: a placeholder that somebody wrote as text is none.
-    expanded, placed = reader.expand(token_ids, [_read(reader, source) for source in sources])
+    read = reader.begin()
+    expanded, placed = reader.expand(token_ids, [_read(read, source) for source in sources])
     return tuple(expanded), placed
 
 
@@ -168,7 +170,7 @@ def check_takes_pictures(reader: PictureReader | None, sources: Sequence[Picture
     reader.check_count(len(sources))
 
 
-def _read(reader: PictureReader, source: PictureSource) -> Picture:
+def _read(read: Callable[[Any], Picture], source: PictureSource) -> Picture:
     data = source.data
     if isinstance(data, Picture):
         return data
@@ -181,6 +183,6 @@ def _read(reader: PictureReader, source: PictureSource) -> Picture:
             "an image of Pillow"
         )
     try:
-        return reader.process(data)
+        return read(data)
     except JaxserveError as error:
         raise type(error)(f"{source.where}: {error}") from error

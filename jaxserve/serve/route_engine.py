@@ -305,8 +305,11 @@ class _NoPictures:
             "the HTTP port of a router takes no pictures; send them to it over gRPC, or to the HTTP port of a server"
         )
 
-    def process(self, source: Any) -> Picture:
-        raise AssertionError("`check_count` lets none through")
+    def begin(self) -> Callable[[Any], Picture]:
+        def read(source: Any) -> Picture:
+            raise AssertionError(f"`check_count` lets none through, got {source!r:.80}")
+
+        return read
 
     def expand(
         self, token_ids: Sequence[int], pictures: Sequence[Picture]

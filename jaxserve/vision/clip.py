@@ -35,8 +35,8 @@ class LlavaProcessor(PictureProcessor):
         patch_size: int,
     ) -> None:
         """`size`: rows and columns of pixels of every resized picture."""
+        super().__init__(limits)
         self.placeholder_id = placeholder_id
-        self.limits = limits
         self.mean = mean
         self.std = std
         self.size = size

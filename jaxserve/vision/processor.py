@@ -5,9 +5,10 @@ A processor of a family derives from it in a file beside this one, and has a lin
 
 import abc
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 from jaxserve.content import Picture, PlacedPicture
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.registry import Registry
-from jaxserve.vision.decoding import open_picture
+from jaxserve.vision.decoding import Decoders, TimeAllowed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -31,11 +32,17 @@ class PictureLimits:
     Attributes:
       max_pixels: a larger picture is scaled down to that, where the family scales at all; None: the checkpoint's limit.
       max_source_pixels: rows times columns of a file that is decoded.
+      max_scans: of a JPEG that is decoded.
+      decode_s: processor time to decode all pictures of a request.
+      decode_bytes: memory to decode one, as address space of its process.
       max_pictures: of a prompt.
     """
 
     max_pixels: int | None = None
-    max_source_pixels: int = 50_000_000
+    max_source_pixels: int = 25_000_000
+    max_scans: int = 100
+    decode_s: float = 5.0
+    decode_bytes: int = 2**31
     max_pictures: int = 16
 
 
@@ -68,6 +75,16 @@ class PictureProcessor(abc.ABC):
     max_patches: int
     max_tokens: int
 
+    def __init__(self, limits: PictureLimits) -> None:
+        """Starts nothing."""
+        self.limits = limits
+        self._decoders = Decoders(
+            max_pixels=limits.max_source_pixels,
+            max_scans=limits.max_scans,
+            seconds=limits.decode_s,
+            memory_bytes=limits.decode_bytes,
+        )
+
     @classmethod
     @abc.abstractmethod
     def create(
@@ -91,12 +108,19 @@ class PictureProcessor(abc.ABC):
                 "(vision.max_pictures); send fewer"
             )
 
-    def process(self, source: "bytes | Image") -> Picture:
-        """The picture of a file (PNG, JPEG, WebP, GIF), or of an open one.
+    def begin(self) -> "Callable[[bytes | Image], Picture]":
+        """`process` for the pictures of one request, which share the time that may be taken for them."""
+        return functools.partial(self._process, self._decoders.allow())
 
-        Raises InvalidRequest for a file that is none, is broken, or has too many pixels or an extreme shape.
+    def process(self, source: "bytes | Image") -> Picture:
+        """The picture of a file (PNG, JPEG, WebP, GIF), or of an open one, as the only one of its request.
+
+        Raises InvalidRequest for a file that is none, is broken, has an extreme shape, or is beyond the limits.
         """
-        pixels, grid = self.patches(open_picture(source, self.limits.max_source_pixels))
+        return self.begin()(source)
+
+    def _process(self, allowed: TimeAllowed, source: "bytes | Image") -> Picture:
+        pixels, grid = self.patches(self._decoders.open(source, allowed))
         assert len(pixels) <= self.max_patches, (grid, self.max_patches)
         data = np.ascontiguousarray(pixels).tobytes()
         # How pixels are read joins the digest, so that it means the same in every process that shares pages.

@@ -38,8 +38,8 @@ class Qwen2VLProcessor(PictureProcessor):
         merge_size: int = 2,
     ) -> None:
         """`min_pixels`, `max_pixels`: of the resized picture. `merge_size`: patches of a token, along each side."""
+        super().__init__(limits)
         self.placeholder_id = placeholder_id
-        self.limits = limits
         self.mean = mean
         self.std = std
         self.min_pixels = min_pixels

@@ -27,7 +27,8 @@ class PictureTokenizer(ByteTokenizer):
     _names = {**ByteTokenizer._names, 259: PLACEHOLDER}  # noqa: RUF012
 
 
-def picture_parts(**options: Any) -> Served:
+def picture_parts(limits: PictureLimits | None = None, **options: Any) -> Served:
+    """`limits`: of pictures; None: small ones. `options`: of `Served`."""
     config = {"architectures": ["Qwen2VLForConditionalGeneration"], "image_token_id": 259}
     preprocessor = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -36,7 +37,7 @@ def picture_parts(**options: Any) -> Served:
         "min_pixels": 28 * 28,
         "max_pixels": 28 * 28 * 40,
     }
-    limits = PictureLimits(max_source_pixels=1_000_000, max_pictures=3)
+    limits = limits or PictureLimits(max_source_pixels=1_000_000, max_pictures=3)
     pictures = find_processor(config, preprocessor, limits, "somewhere")
     return Served(tokenizer=PictureTokenizer(), pictures=pictures, mode="context", **options)
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from picture_files import jpeg_of_scans
 from PIL import Image
 
 from jaxserve.content import Picture
 from jaxserve.errors import CheckpointError, InvalidRequest
 from jaxserve.vision import PictureLimits, find_processor
-from jaxserve.vision.decoding import open_picture, silence_pillow
+from jaxserve.vision.decoder_program import Refused, decode, has_more_scans
+from jaxserve.vision.decoding import Decoders, silence_pillow
 from jaxserve.vision.qwen2_vl import Qwen2VLProcessor
 
 PAD = 9
@@ -116,14 +118,40 @@ def test_a_header_with_too_many_pixels_is_refused_before_it_is_decoded() -> None
 
     header = struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)
     bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-    with pytest.raises(InvalidRequest, match="pixels"):
-        open_picture(bomb, 50_000_000)
+    with pytest.raises(Refused, match="pixels"):
+        decode(bomb, 50_000_000, 100)
+
+
+def test_the_scans_of_a_jpeg_are_counted_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = jpeg_of_scans(100, 64)
+    assert decode(few, 50_000_000, 100).size == (64, 64)
+    with pytest.raises(Refused, match=r"more than 99 scans.*vision\.max_scans"):
+        decode(few, 50_000_000, 99)
+    monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("it is decoded"))
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda _: pytest.fail("it is decoded"))
+    with pytest.raises(Refused, match="more than 100 scans"):
+        decode(jpeg_of_scans(40_000, 4000), 50_000_000, 100)
+
+
+def test_what_is_no_scan_is_not_counted() -> None:
+    """Marks of scans in what a camera or a program wrote beside the pixels, and behind the end; and coded data."""
+    noise = Image.effect_noise((300, 200), 90).convert("RGB")
+    thumbnail = encoded(noise.resize((60, 40)), "JPEG", progressive=True)
+    for options in ({}, {"progressive": True}, {"restart_marker_blocks": 3}):
+        plain = encoded(noise, "JPEG", quality=97, **options)
+        scans = 1 if "progressive" not in options else plain.count(b"\xff\xda")
+        assert scans == 1 or 5 < scans < 12
+        beside = b"\xff\xe5" + struct.pack(">H", 2 + len(thumbnail)) + thumbnail
+        for data in (plain, plain[:2] + beside + plain[2:], plain + thumbnail * 3, plain[:2] + b"\xff" * 9 + plain[2:]):
+            assert has_more_scans(data, scans - 1) and not has_more_scans(data, scans)
+            found = decode(data, 50_000_000, scans)
+            np.testing.assert_array_equal(np.asarray(found), np.asarray(decode(plain, 50_000_000, scans)))
 
 
 @pytest.mark.parametrize("data", [b"", b"GIF89a" + bytes(40), b"\xff\xd8\xff\xe0" + bytes(30), png(300, 300)[:200]])
 def test_what_is_no_picture_is_refused(data: bytes) -> None:
-    with pytest.raises(InvalidRequest, match=r"PNG, JPEG, WEBP|cannot be decoded"):
-        open_picture(data, 50_000_000)
+    with pytest.raises(Refused, match=r"PNG, JPEG, WEBP|cannot be decoded"):
+        decode(data, 50_000_000, 100)
 
 
 def encoded(picture: Image.Image, kind: str, **options: Any) -> bytes:
@@ -149,15 +177,16 @@ def test_every_kind_of_file_becomes_upright_rgb() -> None:
         (palette, encoded(palette, "GIF", save_all=True, append_images=[palette.rotate(90)])),
         (noise.rotate(-90, expand=True), encoded(noise, "PNG", exif=exif)),
     ]
+    decoders = Decoders(max_pixels=50_000_000, max_scans=100, seconds=5.0, memory_bytes=2**30)
     for expected, data in kinds:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             silence_pillow.cache_clear()
-            found = open_picture(data, 50_000_000)
+            found = decoders.open(data, decoders.allow())
+            again = decoders.open(Image.open(io.BytesIO(data)), decoders.allow())
+        assert again.tobytes() == found.tobytes()
         assert found.mode == "RGB"
         np.testing.assert_array_equal(np.asarray(found), np.asarray(expected.convert("RGB")))
-    cmyk = open_picture(encoded(noise.convert("CMYK"), "JPEG"), 50_000_000)
-    assert cmyk.size == noise.size
 
 
 def test_pixels_lie_in_blocks_of_merged_patches() -> None:

@@ -17,6 +17,7 @@ import anthropic
 import httpx
 import pytest
 from http_parts import browse, http_served, openai_client
+from picture_files import jpeg_of_scans
 from picture_parts import PLACEHOLDER, picture_parts, png, url_of
 from serve_parts import Served, connect, served
 
@@ -26,6 +27,7 @@ from jaxserve.config.schema import GrpcConfig, HttpConfig
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.route_service import key_of_request
 from jaxserve.testing import ByteTokenizer
+from jaxserve.vision import PictureLimits
 
 
 def bomb(side: int = 40_000) -> bytes:
@@ -261,6 +263,25 @@ def test_bad_pictures_are_refused_and_nothing_of_them_is_repeated(
     assert "base64," not in caplog.text.replace("base64,DATA", "").replace("base64,...", "")
     assert len(answer.text) < 1000
     assert ask(client, "still there?").status_code == 200
+
+
+def test_a_jpeg_of_many_scans_costs_nobody_else_anything(caplog: pytest.LogCaptureFixture) -> None:
+    """One with more than any program writes is refused at once. Those that are decoded end with their time, which two
+    take from all threads that encode; a chat beside them is answered."""
+    with http_served(picture_parts(PictureLimits(decode_s=0.5))) as server, browse(server) as client:
+        many = ask(client, part(url_of(jpeg_of_scans(40_000, 4000), "image/jpeg")))
+        assert many.status_code == 400 and "vision.max_scans" in many.json()["error"]["message"]
+        assert "was ended" not in caplog.text
+        slow = part(url_of(jpeg_of_scans(100, 5000), "image/jpeg"))
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(ask, client, part(url_of(png())), slow) for _ in range(4)]
+            assert ask(client, part(url_of(png())), "What is this?").status_code == 200
+            for answer in answers:
+                assert answer.result().status_code == 400
+                message = answer.result().json()["error"]["message"]
+                assert re.search(r"messages\[0\]\.content\[1\]: .*more than 0\.5 s .*vision\.decode_s", message)
+        assert caplog.text.count("a process that decodes pictures was ended: the pictures of the request take") == 4
+        assert ask(client, part(url_of(png())), "What is this?").status_code == 200
 
 
 def test_a_literal_placeholder_is_text_in_a_chat_and_refused_in_a_prompt() -> None:
