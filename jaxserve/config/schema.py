@@ -660,6 +660,12 @@ class ServeConfig(Section):
     max_stops: int = pydantic.Field(
         default=4, ge=1, le=1024, description="Stop strings of a request; each costs every step of all requests."
     )
+    max_text_chars: int = pydantic.Field(
+        default=2**20,
+        ge=1,
+        description="Characters that are encoded at once whatever number of tokens they have: of /tokenize and "
+        "count_tokens, and of prompts and documents that are cut. Others are refused once they have too many tokens.",
+    )
     admin_tokens_file: str | None = pydantic.Field(
         default=None,
         description="File of tokens, one a line, of which calls of operators need one (flush, size of the page pool, "
