@@ -497,6 +497,11 @@ class GrpcConfig(Section):
     max_message_bytes: int = pydantic.Field(
         default=4 * 2**20, ge=1024, le=2**31 - 1, description="Most bytes of a message from a client."
     )
+    max_messages_bytes: int = pydantic.Field(
+        default=2**28,
+        ge=1024,
+        description="Most bytes of the messages of all calls that have not ended; one more is told to try again later.",
+    )
     keepalive_s: float = pydantic.Field(
         default=20.0, gt=0, description="Seconds of silence after which a client gets a ping."
     )
@@ -541,6 +546,12 @@ class HttpConfig(Section):
         "addresses are always accepted. []: on the loopback without keys or TLS the machine's own names, else any.",
     )
     max_body_bytes: int = pydantic.Field(default=4 * 2**20, ge=1, description="Most bytes of a request's body.")
+    max_json_parts: int = pydantic.Field(
+        default=2**19,
+        ge=100,
+        description="Most objects, lists and named fields of a body or of a line of a batch: in memory each is many "
+        "times as large as in the body.",
+    )
     max_bodies_bytes: int = pydantic.Field(
         default=2**28,
         ge=1,
