@@ -113,6 +113,10 @@ class QueueFull(UserError):
         self.retry_after_s = retry_after_s
 
 
+class MessagesFull(QueueFull):
+    """The messages of all calls together have as many bytes as they may; nothing was read."""
+
+
 class ChangeUnderWay(UserError):
     """The weights are being changed, or the device is being given back or taken again; one such call runs at a time."""
 

@@ -530,6 +530,11 @@ class GrpcConfig(Section):
     max_message_bytes: int = pydantic.Field(
         default=4 * 2**20, ge=1024, le=2**31 - 1, description="Most bytes of a message from a client."
     )
+    max_messages_bytes: int = pydantic.Field(
+        default=2**28,
+        ge=1024,
+        description="Most bytes of the messages of all calls that have not ended; one more is told to try again later.",
+    )
     keepalive_s: float = pydantic.Field(
         default=20.0, gt=0, description="Seconds of silence after which a client gets a ping."
     )
@@ -574,6 +579,12 @@ class HttpConfig(Section):
         "addresses are always accepted. []: on the loopback without keys or TLS the machine's own names, else any.",
     )
     max_body_bytes: int = pydantic.Field(default=4 * 2**20, ge=1, description="Most bytes of a request's body.")
+    max_json_parts: int = pydantic.Field(
+        default=2**19,
+        ge=100,
+        description="Most objects, lists and named fields of a body or of a line of a batch: in memory each is many "
+        "times as large as in the body.",
+    )
     max_bodies_bytes: int = pydantic.Field(
         default=2**28,
         ge=1,
@@ -692,6 +703,12 @@ class ServeConfig(Section):
     max_n: int = pydantic.Field(default=128, ge=1, le=1024, description="n of one call: sequences for each prompt.")
     max_stops: int = pydantic.Field(
         default=4, ge=1, le=1024, description="Stop strings of a request; each costs every step of all requests."
+    )
+    max_text_chars: int = pydantic.Field(
+        default=2**20,
+        ge=1,
+        description="Characters that are encoded at once whatever number of tokens they have: of /tokenize and "
+        "count_tokens, and of prompts and documents that are cut. Others are refused once they have too many tokens.",
     )
     admin_tokens_file: str | None = pydantic.Field(
         default=None,

@@ -18,6 +18,7 @@ from jaxserve.engine.scoring import Reranker
 from jaxserve.engine.structured import Grammars
 from jaxserve.errors import InvalidRequest, PromptTooLong, UnknownModel, UnsupportedOption
 from jaxserve.text.base import Tokenizer
+from jaxserve.text.long_text import check_text_fits
 
 # Text, token ids (a list or an array of whole numbers), or vLLM's dictionaries {"prompt": text} and
 # {"prompt_token_ids": ids}, each with an optional "cache_salt", and an optional "multi_modal_data", whose {"image":
@@ -88,7 +89,9 @@ def prepare_request(
     grammars = Grammars(model.vocab_size, model.eos_token_ids) if grammars is None else grammars
     if isinstance(prompt, Mapping) and "cache_salt" in prompt:
         options = dataclasses.replace(options, cache_salt=prompt["cache_salt"])
-    token_ids = _prompt_ids(prompt, tokenizer, options.add_special_tokens)
+    # The end of a text that is to be cut is found by encoding all of it.
+    most = model.max_model_len if sampling.truncate_prompt_tokens is None else None
+    token_ids = _prompt_ids(prompt, tokenizer, options.add_special_tokens, most)
     sources = prompt_pictures(prompt.get("multi_modal_data")) if isinstance(prompt, Mapping) else []
     token_ids, pictures = with_pictures(model.pictures, token_ids, sources)
     if sampling.truncate_prompt_tokens is not None:
@@ -209,7 +212,10 @@ def _check_pooling(prompt_len: int, sampling: SamplingParams, model: ModelInfo) 
         )
 
 
-def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: bool) -> tuple[int, ...]:
+def _prompt_ids(
+    prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens: bool, max_tokens: int | None
+) -> tuple[int, ...]:
+    """Raises PromptTooLong for a text that has clearly more than `max_tokens`; None: any number."""
     if isinstance(prompt, Mapping):
         known = [k for k in ("prompt_token_ids", "prompt") if prompt.get(k) is not None]
         extra = set(prompt) - {"prompt_token_ids", "prompt", "cache_salt", "multi_modal_data"}
@@ -220,7 +226,10 @@ def _prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, add_special_tokens:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequest("the prompt is text, but this engine has no tokenizer; send prompt_token_ids")
-        return tuple(tokenizer.encode(_valid_text(prompt), add_special_tokens=add_special_tokens))
+        prompt = _valid_text(prompt)
+        if max_tokens is not None:
+            check_text_fits(tokenizer, prompt, max_tokens)
+        return tuple(tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
     # Arrays are collections but no sequences; what has no order is not meant.
     if not isinstance(prompt, Collection) or isinstance(prompt, bytes | bytearray | Mapping | Set):
         raise InvalidRequest(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")

@@ -17,6 +17,7 @@ from typing import Self
 from jaxserve.api import MAX_LOGPROBS, SamplingParams
 from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError, PromptTooLong, UnsupportedOption
 from jaxserve.text.base import Tokenizer
+from jaxserve.text.long_text import encode_within
 from jaxserve.text.special_text import SpecialText
 
 QWEN3_TEMPLATE = (
@@ -178,7 +179,7 @@ def encode_pairs(
         try:
             if max_document_tokens is not None:
                 document = _cut(tokenizer, document, max_document_tokens)
-            ids = _encode(reranker, tokenizer, special_text, [query, document, instruction])
+            ids = _encode(reranker, tokenizer, special_text, [query, document, instruction], max_model_len)
             if len(ids) + 1 > max_model_len:
                 raise PromptTooLong(
                     f"template, query and document have {len(ids)} tokens, and the model takes {max_model_len - 1}; "
@@ -190,12 +191,16 @@ def encode_pairs(
     return found
 
 
-def _encode(reranker: Reranker, tokenizer: Tokenizer, special_text: SpecialText, given: list[str | None]) -> list[int]:
+def _encode(
+    reranker: Reranker, tokenizer: Tokenizer, special_text: SpecialText, given: list[str | None], max_tokens: int
+) -> list[int]:
     """The prompt of a pair, `given` being arguments of `Reranker.text`. Special tokens in them stay text."""
     marks = special_text.marks_for(given)
     if marks is None:
-        return tokenizer.encode(reranker.text(*given), add_special_tokens=False)  # type: ignore[arg-type]
-    return special_text.read(reranker.text(*special_text.marked(given, marks)), marks).encode(tokenizer)
+        text = reranker.text(*given)  # type: ignore[arg-type]
+        return encode_within(tokenizer, text, max_tokens, add_special_tokens=False)
+    prompt = special_text.read(reranker.text(*special_text.marked(given, marks)), marks)
+    return prompt.encode(tokenizer, max_tokens)
 
 
 def _cut(tokenizer: Tokenizer, document: str, most: int) -> str:

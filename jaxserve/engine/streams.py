@@ -91,14 +91,16 @@ class AsyncEngine(Generic[E_co]):
         max_prompts: int | None = None,
         max_n: int | None = None,
         max_stops: int | None = None,
+        max_text_chars: int | None = None,
         tenants: Tenants | None = None,
     ) -> None:
         """`max_prompts`, `max_n`: of one call; None: as many as may wait. `max_stops`: strings that end a text of a
-        request; None: any number. `tenants`: their limits; None: no limits."""
+        request; None: any number. `max_text_chars`: see `check_text`. `tenants`: their limits; None: no limits."""
         self.engine = engine
         self._max_prompts = max_prompts
         self._max_n = max_n
         self._max_stops = max_stops
+        self._max_text_chars = max_text_chars
         self._tenants = tenants
         self._pool = ThreadPoolExecutor(encode_threads, thread_name_prefix="jaxserve-encode")
         self._closed = False
@@ -158,6 +160,19 @@ class AsyncEngine(Generic[E_co]):
             raise InvalidRequest(
                 f"the request has {count} stop strings and at most {self._max_stops} are taken (serve.max_stops); give "
                 "fewer"
+            )
+
+    def check_text(self, *texts: str) -> None:
+        """Of texts that are encoded as a whole however many tokens they have, since those are asked for, or the last
+        of them. Others are refused when a beginning has more than fit. Any thread.
+
+        Raises InvalidRequest for more than `max_text_chars` characters together; None: any number.
+        """
+        count = sum(map(len, texts))
+        if self._max_text_chars is not None and count > self._max_text_chars:
+            raise InvalidRequest(
+                f"there are {count} characters to encode, and at most {self._max_text_chars} are taken at once "
+                "(serve.max_text_chars); send them in parts"
             )
 
     async def stream(self, *requests: Request) -> AsyncGenerator[Update, None]:

@@ -53,6 +53,7 @@ class EngineReplica:
             max_prompts=doors.max_prompts,
             max_n=doors.max_n,
             max_stops=doors.max_stops,
+            max_text_chars=doors.max_text_chars,
             tenants=make_tenants(doors.tenants),
         )
         self._ending.callback(self._async_engine.close)

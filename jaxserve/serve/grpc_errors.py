@@ -1,49 +1,67 @@
 """The one place where exceptions become gRPC statuses, for all methods of jaxserve.
 
 A handler raises typed errors and never uses codes. Parsing is done here too, since gRPC itself answers an undecodable
-message with UNKNOWN and a Python exception text.
+message with UNKNOWN and a Python exception text. So messages are counted here as they came, until their calls end.
 """
 
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from jaxserve.errors import InvalidRequest, Status
+from jaxserve.errors import InvalidRequest, MessagesFull, Status
 from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, reason_of
+from jaxserve.serve.shared_room import SharedRoom
 from jaxserve.serve.status import GRPC_CODES, public_message, status_of
 from jaxserve.serve.status_details import details_of
 
 logger = logging.getLogger(__name__)
 
+_OWN = "/jaxserve."
+_SMALL_BYTES = 1024  # of a message to health or reflection, which is always read: a probe must be answered
+_RETRY_S = 1.0
+
 
 class TypedErrors(grpc.aio.ServerInterceptor):
-    """Wraps and counts the methods of `jaxserve.*` services; health and reflection are left as they are."""
+    """Wraps all methods, and counts those of `jaxserve.*` services."""
 
-    def __init__(self, counts: DoorCounts) -> None:
+    def __init__(
+        self, counts: DoorCounts, max_messages_bytes: int, owner_of: Callable[[str, grpc.aio.ServicerContext], bytes]
+    ) -> None:
+        """`max_messages_bytes`: of the messages of all calls that have not ended. `owner_of`: whose call it is, of a
+        method and a context."""
         self._counts = counts
+        self._room = SharedRoom(max_messages_bytes)
+        self._most = max_messages_bytes
+        self._owner_of = owner_of
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:  # a grpc.RpcMethodHandler, or None for a method that does not exist
+        method = handler_call_details.method
         handler = await continuation(handler_call_details)
         if handler is None:
             self._counts.note_grpc(OTHER, grpc.StatusCode.UNIMPLEMENTED.name)
-        if handler is None or not handler_call_details.method.startswith("/jaxserve."):
-            return handler
-        assert not handler.request_streaming, f"{handler_call_details.method} streams requests; wrap that kind too"
+            return None
+        if handler.request_streaming:
+            assert not method.startswith(_OWN), f"{method} streams requests; count its messages"
+            return _streaming(handler, method)
         behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
         parse = handler.request_deserializer
-        method, counts = handler_call_details.method, self._counts
+        counts = self._counts if method.startswith(_OWN) else None
 
         async def call(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
             code = grpc.StatusCode.CANCELLED  # the call ended without an answer or an error: its client has left
+            owner, size = self._owner_of(method, context), len(raw)
+            is_in = False
             try:
+                self._enter(owner, size, at_any_rate=counts is None and size <= _SMALL_BYTES)
+                is_in = True
                 answer = await behaviour(_parse(parse, raw), context)
                 code = grpc.StatusCode.OK
                 return answer
@@ -52,15 +70,51 @@ class TypedErrors(grpc.aio.ServerInterceptor):
             except Exception as error:
                 if not _has_left(error, context):
                     code = GRPC_CODES[status_of(error)]
-                    counts.note_refusal(GRPC, reason_of(error))
+                    if counts is not None:
+                        counts.note_refusal(GRPC, reason_of(error))
                 await _report(error, method, context)
             finally:
-                counts.note_grpc(method.rpartition("/")[2], code.name)
+                if is_in:
+                    self._room.leave(owner, size)
+                if counts is not None:
+                    counts.note_grpc(method.rpartition("/")[2], code.name)
 
         wrap = (
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
         return wrap(call, request_deserializer=None, response_serializer=handler.response_serializer)
+
+    def _enter(self, owner: bytes, size: int, *, at_any_rate: bool) -> None:
+        # One message alone is read, whatever it has: its own limit is another setting.
+        if not self._room.enter(owner, size, at_any_rate=at_any_rate or not self._room.total):
+            raise MessagesFull(
+                f"there is no room for this message of {size} bytes: those of all calls together may have {self._most} "
+                "(serve.grpc.max_messages_bytes), a quarter of it for callers that have few, and yours have "
+                f"{self._room.held(owner)}; try again later",
+                retry_after_s=_RETRY_S,
+            )
+
+
+def _streaming(handler: Any, method: str) -> Any:
+    """Reflection, which answers each message of a stream at once, so that none is counted."""
+    behaviour, parse = handler.stream_stream, handler.request_deserializer
+
+    async def call(raws: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        async def messages() -> AsyncIterator[Any]:
+            async for raw in raws:
+                yield _parse(parse, raw)
+
+        try:
+            async for answer in behaviour(messages(), context):
+                yield answer
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            await _report(error, method, context)
+
+    return grpc.stream_stream_rpc_method_handler(
+        call, request_deserializer=None, response_serializer=handler.response_serializer
+    )
 
 
 def _parse(parse: Callable[[bytes], Any], raw: bytes) -> Any:

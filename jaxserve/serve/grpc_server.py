@@ -4,6 +4,7 @@ The methods are in `grpc_service`; `service` decides when the server stops.
 """
 
 import asyncio
+import functools
 from typing import Protocol
 
 import grpc
@@ -20,7 +21,7 @@ from jaxserve.serve.gen import handoff_pb2 as handoff_pb
 from jaxserve.serve.gen import handoff_pb2_grpc as handoff_grpc
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
-from jaxserve.serve.grpc_access import BearerTokens
+from jaxserve.serve.grpc_access import BearerTokens, owner_of
 from jaxserve.serve.grpc_admin import AdminService, RouterAdminService
 from jaxserve.serve.grpc_errors import TypedErrors
 from jaxserve.serve.handoff_service import HANDOFF_NAME, HandoffService
@@ -92,12 +93,15 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  (untyped, but documented)
         self._closing = False
         self._live: bool | None = None
-        interceptors: list[grpc.aio.ServerInterceptor] = [TypedErrors(counts)]
+        interceptors: list[grpc.aio.ServerInterceptor] = []
         known = None
         if config.tokens_file is not None:
             known = KnownKeys(read_keys(config.tokens_file, "serve.grpc.tokens_file"))
         if known is not None or admins is not None:
-            interceptors.insert(0, BearerTokens(known, admins, counts))
+            interceptors.append(BearerTokens(known, admins, counts))
+        interceptors.append(
+            TypedErrors(counts, config.max_messages_bytes, functools.partial(owner_of, has_tokens=known is not None))
+        )
         methods = [*pb.DESCRIPTOR.services_by_name["Inference"].methods_by_name]
         names = [SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME]
         if admin is not None:

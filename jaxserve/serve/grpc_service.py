@@ -101,7 +101,7 @@ class InferenceService(pb_grpc.InferenceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         """Ids of a text or a chat, as `Generate` would encode it."""
         refuse_special_text = self._refuse_special_text
-        token_ids = await self._engine.run(lambda: _tokenize(self._engine.engine, request, refuse_special_text))
+        token_ids = await self._engine.run(lambda: _tokenize(self._engine, request, refuse_special_text))
         return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._engine.engine.model.max_model_len)
 
     async def Detokenize(
@@ -201,6 +201,8 @@ async def prepare_message(
 ) -> Request:
     """The request of a message, encoded on a thread of its own. Arguments and errors as of `generate_replies`."""
     arrived_s = time.monotonic()
+    if message.sampling.HasField("truncate_prompt_tokens"):
+        async_engine.check_text(message.text, *(each.content for each in message.chat.messages))
     return await async_engine.run(
         lambda: _prepare(async_engine.engine, message, arrived_s, remaining_s, traceparent, refuse_special_text),
         prompts=1,
@@ -269,15 +271,16 @@ def _prompt(engine: AnyEngine, message: pb.GenerateRequest, refuse_special_text:
     if kind == "chat":
         if sources:
             raise InvalidRequest("pictures of a chat belong to its messages; set ChatMessage.pictures")
-        token_ids, sources = _chat_ids(engine, message.chat, refuse_special_text)
+        most = engine.model.max_model_len if not message.sampling.HasField("truncate_prompt_tokens") else None
+        token_ids, sources = _chat_ids(engine, message.chat, refuse_special_text, most)
         return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": sources}}
     raise InvalidRequest("the request has no prompt; set text, token_ids or chat")
 
 
 def _chat_ids(
-    engine: AnyEngine, chat: pb.ChatMessages, refuse_special_text: bool
+    engine: AnyEngine, chat: pb.ChatMessages, refuse_special_text: bool, max_tokens: int | None
 ) -> tuple[list[int], list[PictureSource]]:
-    """The prompt with a placeholder for each picture, and the pictures."""
+    """The prompt with a placeholder for each picture, and the pictures. `max_tokens` as of `encode_chat`."""
     for part in (chat, *chat.messages):
         refuse_unknown_fields(part)
     template, tokenizer = engine.chat_template(), engine.tokenizer
@@ -286,7 +289,7 @@ def _chat_ids(
     check_takes_pictures(engine.model.pictures, sources)
     if refuse_special_text:
         check_special_text(tokenizer, messages)
-    return encode_chat(tokenizer, template, messages), sources
+    return encode_chat(tokenizer, template, messages, max_tokens=max_tokens), sources
 
 
 def _message(message: pb.ChatMessage) -> dict[str, object]:
@@ -296,17 +299,22 @@ def _message(message: pb.ChatMessage) -> dict[str, object]:
     return {"role": message.role, "content": [*({"type": "image", "image": data} for data in message.pictures), *text]}
 
 
-def _tokenize(engine: AnyEngine, message: pb.TokenizeRequest, refuse_special_text: bool) -> list[int]:
+def _tokenize(
+    async_engine: AsyncEngine[AnyEngine], message: pb.TokenizeRequest, refuse_special_text: bool
+) -> list[int]:
     refuse_unknown_fields(message)
+    engine = async_engine.engine
     kind = message.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("there is nothing to tokenize; set text or chat")
     if kind == "text":
         add = message.add_special_tokens if message.HasField("add_special_tokens") else True
+        async_engine.check_text(message.text)
         return _tokenizer(engine).encode(message.text, add_special_tokens=add)
     if message.HasField("add_special_tokens"):
         raise InvalidRequest("add_special_tokens is for text; the chat template writes all special tokens of a chat")
-    return list(with_pictures(engine.model.pictures, *_chat_ids(engine, message.chat, refuse_special_text))[0])
+    async_engine.check_text(*(each.content for each in message.chat.messages))
+    return list(with_pictures(engine.model.pictures, *_chat_ids(engine, message.chat, refuse_special_text, None))[0])
 
 
 def _detokenize(engine: AnyEngine, message: pb.DetokenizeRequest) -> str:

@@ -13,6 +13,7 @@ from jaxserve.text.chat import ChatTemplate, check_special_text, encode_chat
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.encoding_cache import CachingTokenizer
 from jaxserve.text.loading import load_tokenizer
+from jaxserve.text.long_text import check_text_fits
 from jaxserve.text.special_text import PromptText, SpecialText
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "SpecialText",
     "Tokenizer",
     "check_special_text",
+    "check_text_fits",
     "encode_chat",
     "load_tokenizer",
 ]

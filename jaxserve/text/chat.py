@@ -210,10 +210,14 @@ def encode_chat(
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
     variables: Mapping[str, Any] | None = None,
+    max_tokens: int | None = None,
 ) -> list[int]:
-    """Ids of the rendered messages. The template writes the special tokens itself, so encoding adds none."""
+    """Ids of the rendered messages. The template writes the special tokens itself, so encoding adds none.
+
+    `max_tokens`: see `PromptText.encode`.
+    """
     prompt = template.prompt(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
-    return prompt.encode(tokenizer)
+    return prompt.encode(tokenizer, max_tokens)
 
 
 def check_special_text(

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidRequest, UnsupportedOption
+from jaxserve.text.json_size import has_more_parts
 from jaxserve.text.template_form import THOUGHT_NAMES, TemplateForm
 
 _ROLE = re.compile(r"[\w.-]{1,64}")
+_MOST_ARGUMENT_PARTS = 2**17  # objects, lists and fields of all calls: far more than models write
 _BETWEEN_INSTRUCTIONS = "\n\n"
 
 
@@ -114,9 +116,11 @@ def shaped(
     Content is a list of parts, or text, as the template reads it for the role; text parts are joined by newlines where
     it reads text. A thought stands under every name that it reads. `argument_text`: arguments of calls are JSON text,
     else objects; None: as the form says. Text that is no JSON, such as that of a call which was cut by its length,
-    stays as it is.
+    stays as it is. Raises InvalidRequest for arguments of too many parts.
     """
     as_text = form.wants_argument_text if argument_text is None else argument_text
+    if not as_text:
+        _check_argument_parts(checked)
     found: list[dict[str, Any]] = []
     can_join = False  # the last message is a system message, and `joins` is about a developer's
     for message in checked:
@@ -140,6 +144,17 @@ def shaped(
         else:
             shape["content"] = _shaped_content(shape["content"], shape["role"], form)
     return found
+
+
+def _check_argument_parts(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Before arguments are read, of all calls together."""
+    calls = [call.get("function", call) for message in messages for call in message.get("tool_calls") or ()]
+    texts = [text for call in calls if isinstance(text := call.get("arguments"), str)]
+    if has_more_parts(_MOST_ARGUMENT_PARTS, *texts):
+        raise InvalidRequest(
+            f"the arguments of all calls have more than {_MOST_ARGUMENT_PARTS} objects, lists and fields together; "
+            "leave older calls out"
+        )
 
 
 def _copy_thought(message: dict[str, Any], names: Sequence[str]) -> None:

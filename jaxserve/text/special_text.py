@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.errors import InvalidRequest
+from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.text.base import Tokenizer
+from jaxserve.text.long_text import check_text_fits
 
 # Unicode's noncharacters, which are for use within a program and never for interchange. Two are taken for a prompt.
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
@@ -42,14 +43,19 @@ class PromptText(NamedTuple):
         """Whether encoding `text` gives the prompt."""
         return all(not piece.is_plain for piece in self.pieces) and len(self.pieces) < 2
 
-    def for_engine(self, tokenizer: Tokenizer | None) -> str | list[int]:
-        """What an engine takes as the prompt: the text, or ids where that would become others."""
-        return self.text if self.is_whole or tokenizer is None else self.encode(tokenizer)
+    def for_engine(self, tokenizer: Tokenizer | None, max_tokens: int | None = None) -> str | list[int]:
+        """What an engine takes as the prompt: the text, or ids where that would become others. `max_tokens` as of
+        `encode`, whose errors this raises."""
+        return self.text if self.is_whole or tokenizer is None else self.encode(tokenizer, max_tokens)
 
-    def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Ids of the prompt. Raises InvalidRequest for a special token that this vocabulary cannot write as text."""
+    def encode(self, tokenizer: Tokenizer, max_tokens: int | None = None) -> list[int]:
+        """Ids of the prompt. Raises InvalidRequest for a special token that this vocabulary cannot write as text, and
+        PromptTooLong once it is clear that there are more than `max_tokens`; None: any number."""
         ids: list[int] = []
         for number, piece in enumerate(self.pieces):
+            if max_tokens is not None:
+                _check_count(len(ids), max_tokens, number, len(self.pieces))
+                check_text_fits(tokenizer, piece.text, max_tokens)
             encode = _encode_plain if piece.is_plain else _encode
             ids += encode(tokenizer, piece.text) if not number else _encode_inner(tokenizer, piece)
         return ids
@@ -167,6 +173,14 @@ class SpecialText:
             if match is not None and match.end() > edge:
                 return True
         return False
+
+
+def _check_count(count: int, max_tokens: int, number: int, num_pieces: int) -> None:
+    if count > max_tokens:
+        raise PromptTooLong(
+            f"the first {number} of {num_pieces} pieces of the prompt, between which are special tokens as text, have "
+            f"{count} tokens; a sequence holds {max_tokens}, prompt and output together; shorten it"
+        )
 
 
 def _any_of(characters: Iterable[str]) -> re.Pattern[str]:

@@ -100,6 +100,7 @@ def join_routers(
     # The pages of documentation load scripts from foreign hosts; the document itself stays.
     api = FastAPI(title=title, docs_url=None, redoc_url=None, separate_input_output_schemas=False)
     api.state.counts = counts
+    api.state.max_json_parts = http.max_json_parts
     for router in routers:
         api.include_router(router)
     routes = [route for router in (api, *routers) for route in router.routes if isinstance(route, Route)]

@@ -1,10 +1,12 @@
-"""The reader of bodies: JSON only, of bounded depth; and the errors that every route declares.
+"""The reader of bodies: JSON only, of bounded depth and number of parts; and the errors that every route declares.
 
 JSON is UTF-8, as a rule; UTF-16, UTF-32 and a mark of the order of bytes are seen by the first bytes (RFC 4627, 3), as
 Python's own parser does. pydantic validates. Its parser is used rather than Python's, since it has a limit of depth,
-refuses lone surrogates and NaN, and takes a tenth of the time.
+refuses lone surrogates and NaN, and takes a tenth of the time. Large bodies are read on a thread of their own.
 """
 
+import asyncio
+import functools
 import json
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -19,6 +21,7 @@ from jaxserve.engine.interpreter import collector_paused
 from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal, invalid_body
 from jaxserve.serve.http.marks import Mark, note
 from jaxserve.serve.http.requests import Body
+from jaxserve.text.json_size import has_more_parts
 
 # For the OpenAPI document.
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -33,10 +36,17 @@ EVENTS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def read_json(octets: bytes) -> Any:
-    """JSON in any of its encodings. Raises ValueError."""
+_LARGE_BYTES = 100_000  # of a body that takes a millisecond and more
+
+
+def read_json(octets: bytes, max_parts: int) -> Any:
+    """JSON in any of its encodings. Raises ValueError, also for more than `max_parts` (`serve.http.max_json_parts`)."""
     encoding = json.detect_encoding(octets)
     text = octets if encoding == "utf-8" else octets.decode(encoding)
+    if has_more_parts(max_parts, text):
+        raise ValueError(
+            f"it has more than {max_parts} objects, lists and fields together (serve.http.max_json_parts); send less"
+        )
     return pydantic_core.from_json(text, allow_inf_nan=False)
 
 
@@ -49,23 +59,28 @@ class _JsonRequest(Request):
 
     async def json(self) -> Any:
         body = await self.body()
-        try:
-            with collector_paused():  # the parser holds the interpreter lock, so no other thread runs meanwhile
-                given = read_json(body)
-        except ValueError as error:
-            raise _Unreadable(HttpRefusal(400, f"the body is no JSON that can be read: {error}")) from error
-        return given if self._kind is None else self._valid(self._kind, given)
-
-    def _valid(self, kind: type[Body], given: Any) -> Body:
-        marks: set[Mark] = set()
-        try:
-            body = kind.model_validate(given, context=marks)
-        except pydantic.ValidationError as error:
-            problems = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-            raise _Unreadable(invalid_body(problems)) from error
+        read = functools.partial(_read, body, self._kind, self.app.state.max_json_parts)
+        given, marks = await asyncio.to_thread(read) if len(body) > _LARGE_BYTES else read()
         if marks:
             note(self.app.state.counts, self.scope["route"].path, marks)
-        return body
+        return given
+
+
+def _read(octets: bytes, kind: type[Body] | None, max_parts: int) -> tuple[Any, set[Mark]]:
+    """A body, as JSON or as its model, and the fields that are ignored. Raises _Unreadable. Any thread."""
+    try:
+        with collector_paused():  # the parser holds the interpreter lock, so no other thread runs meanwhile
+            given = read_json(octets, max_parts)
+    except ValueError as error:
+        raise _Unreadable(HttpRefusal(400, f"the body is no JSON that can be read: {error}")) from error
+    marks: set[Mark] = set()
+    if kind is None:
+        return given, marks
+    try:
+        return kind.model_validate(given, context=marks), marks
+    except pydantic.ValidationError as error:
+        problems = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        raise _Unreadable(invalid_body(problems)) from error
 
 
 class _Unreadable(Exception):

@@ -56,12 +56,19 @@ def list_prompts(given: str | Sequence[str] | Sequence[int] | Sequence[Sequence[
     return list(given)  # pyright: ignore[reportReturnType]  (texts, or lists of ids)
 
 
+def check_texts(door: Door, prompts: Sequence[Prompt]) -> None:
+    """Raises InvalidRequest for texts to be cut of which all together are too much to encode."""
+    door.engine.check_text(*(prompt for prompt in prompts if isinstance(prompt, str)))
+
+
 def _makers(
     door: Door, body: CompletionRequest, sampling: SamplingParams, answer_id: str, traceparent: str
 ) -> list[Callable[[], Request]]:
     prompts = list_prompts(body.prompt, "prompt")
     if body.resume is not None and len(prompts) > 1:
         raise InvalidRequest(f"resume is for one prompt, and there are {len(prompts)}; send them one by one")
+    if sampling.truncate_prompt_tokens is not None:
+        check_texts(door, prompts)
     return [
         functools.partial(
             door.engine.engine.prepare,

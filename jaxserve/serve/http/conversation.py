@@ -62,10 +62,12 @@ def prepare_chat(door: Door, body: ChatRequest, answer_id: str, traceparent: str
     engine = door.engine.engine
     tools = _plan(door, body)
     prompt, sources = _prompt(door, body, tools)
+    if body.truncate_prompt_tokens is not None:
+        door.engine.check_text(prompt.text)
     form = _form(door, body, tools, prompt.text)
     sampling = chat_sampling(body, form.constraint, keep_special_tokens=form.keep_special_tokens)
     request = engine.prepare(
-        chat_prompt(prompt.for_engine(door.need_tokenizer()), sources),
+        chat_prompt(prompt.for_engine(door.need_tokenizer(), _most_tokens(door, body)), sources),
         sampling,
         RequestOptions(
             request_id=answer_id,
@@ -121,9 +123,16 @@ def _form(door: Door, body: ChatRequest, tools: ToolUse, prompt: str) -> _Form:
     )
 
 
+def _most_tokens(door: Door, body: ChatRequest) -> int | None:
+    """Of a prompt that could be taken; None: of any, since its beginning is cut."""
+    return door.engine.engine.model.max_model_len if body.truncate_prompt_tokens is None else None
+
+
 def count_prompt_tokens(door: Door, body: ChatRequest) -> int:
-    """Tokens of the prompt that `prepare_chat` makes. Raises as it does, but takes prompts of any length."""
+    """Tokens of the prompt that `prepare_chat` makes. Raises as it does, but takes prompts of any length up to
+    `serve.max_text_chars`."""
     prompt, sources = _prompt(door, body, _plan(door, body))
+    door.engine.check_text(prompt.text)
     token_ids = prompt.encode(door.need_tokenizer())
     return len(with_pictures(door.engine.engine.model.pictures, token_ids, sources)[0])
 

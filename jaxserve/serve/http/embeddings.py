@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from jaxserve.api import RequestOptions
 from jaxserve.engine import EmbeddingForm, Prompt, embedding_of, pooling_params
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
-from jaxserve.serve.http.completions import list_prompts
+from jaxserve.serve.http.completions import check_texts, list_prompts
 from jaxserve.serve.http.door import Door, check_answered, follow, prepare, trace_of
 from jaxserve.serve.http.errors import json_response
 from jaxserve.serve.http.requests import EmbeddingRequest
@@ -65,6 +65,8 @@ async def _embed(
 ) -> list[_Vector]:
     """One vector in that form for each prompt. Raises as `AsyncEngine.stream` and `AnyEngine.prepare` do."""
     sampling = pooling_params(truncate_prompt_tokens)
+    if truncate_prompt_tokens is not None:
+        check_texts(door, prompts)
     options = RequestOptions(tenant=tenant, traceparent=traceparent, pooling=True, adapter=adapter)
     make = functools.partial(door.engine.engine.prepare, sampling=sampling, options=options)
     requests = await prepare(door, [functools.partial(make, prompt) for prompt in prompts], tenant=tenant)

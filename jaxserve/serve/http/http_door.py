@@ -66,7 +66,9 @@ class HttpDoor:
             from jaxserve.serve.http.batches import BatchRunner, BatchStore, batches_routers  # bodies of their own
 
             store = BatchStore(config.http.batch_dir, config.http.batch_dir_bytes)
-            self._batches = BatchRunner(store, config.http.batch_lines, config.http.max_body_bytes)
+            self._batches = BatchRunner(
+                store, config.http.batch_lines, config.http.max_body_bytes, config.http.max_json_parts
+            )
             more += batches_routers(store, self._batches)
         self._app = make_app(engine, config, counts, more, admins)
         self._server = HttpServer(

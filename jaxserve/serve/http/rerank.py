@@ -92,6 +92,8 @@ async def _judge_all(
     reranker, tokenizer = need_reranker(engine.model.reranker), door.need_tokenizer()
     [(query_name, query_texts)], [(name, texts)] = queries.items(), documents.items()
     pairs = make_pairs(query_texts, texts)
+    if body.max_tokens_per_doc is not None:
+        door.engine.check_text(*texts)
 
     def encode() -> list[Judgement]:
         if door.config.refuse_special_text:

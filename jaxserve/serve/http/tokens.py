@@ -104,6 +104,7 @@ def _tokenize(door: Door, body: TokenizeRequest) -> TokenizeResponse:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give prompt or messages, one of the two")
     if body.prompt is not None:
+        door.engine.check_text(body.prompt)
         ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
         assert body.messages is not None
@@ -114,6 +115,7 @@ def _tokenize(door: Door, body: TokenizeRequest) -> TokenizeResponse:
             tools=shown_tools(body.tools),
             variables=body.chat_template_kwargs,
         )
+        door.engine.check_text(prompt.text)
         ids = prompt.encode(tokenizer)
         ids = list(with_pictures(door.engine.engine.model.pictures, ids, sources)[0])
     response = TokenizeResponse(count=len(ids), max_model_len=door.engine.engine.model.max_model_len, tokens=ids)

@@ -184,6 +184,14 @@ def test_a_line_may_have_as_many_bytes_as_a_body(client: openai.OpenAI) -> None:
     assert (problem.line, problem.code) == (2, "line_too_large") and "max_body_bytes" in problem.message
 
 
+def test_a_line_may_have_as_many_parts_as_a_body(tmp_path: Path) -> None:
+    lines = [line("a", prompt=["a"] * 50), line("b", prompt=[[]] * 50)]
+    (tmp_path / "input").write_text("\n".join(lines))
+    count, [problem] = check_lines(tmp_path / "input", CHATS, 2**20, 50)
+    assert count == 1
+    assert (problem.line, problem.code) == (2, "invalid_json_line") and "max_json_parts" in problem.message
+
+
 @pytest.mark.parametrize(
     "metadata",
     [{f"n{k}": "" for k in range(17)}, {"n" * 65: ""}, {"n": "v" * 513}, {"n": [[]] * 400}],
@@ -375,4 +383,4 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     """As editors of Windows write it."""
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
     (tmp_path / "input").write_text("".join(json.dumps(line | {"custom_id": i}) + "\n" for i in "ab"), "utf-8-sig")
-    assert check_lines(tmp_path / "input", "/v1/completions", 2**20) == (2, [])
+    assert check_lines(tmp_path / "input", "/v1/completions", 2**20, 2**10) == (2, [])

@@ -16,7 +16,7 @@ import pytest
 from http_parts import browse, http_served
 from serve_parts import WAIT_S, Served, serve_bytes, wait_until
 
-from jaxserve.serve.http import errors, guard, half_closed
+from jaxserve.serve.http import bodies, errors, guard, half_closed
 from jaxserve.testing import ByteTokenizer
 
 ASK = {"prompt": "a", "max_tokens": 3}
@@ -393,3 +393,32 @@ def test_work_before_the_first_token_has_a_limit_too(monkeypatch: pytest.MonkeyP
         finally:
             tokenizer.go.set()
         assert client.get("/health").status_code == 200
+
+
+PARTS = '{"prompt":"a","max_tokens":1,"metadata":{"a":[' + ",".join(["[]"] * 2000) + "]}}"
+
+
+def test_parts_of_a_body_are_bounded_in_any_encoding_and_texts_may_have_any() -> None:
+    parts = serve_bytes(vocab_size=259, max_model_len=2**13, num_pages=2**10)
+    with http_served(parts, max_json_parts=1000), browse(parts, **JSON) as client:
+        for octets in (PARTS.encode(), PARTS.encode("utf-16"), filled("[", "{}", "]").encode()):
+            response = client.post("/v1/completions", content=octets)
+            assert response.status_code == 400
+            assert "serve.http.max_json_parts" in response.json()["error"]["message"]
+        response = client.post("/v1/completions", json={"prompt": "[{:" * 2000, "max_tokens": 1})
+        assert response.status_code == 200, response.text
+
+
+def test_a_large_body_is_read_on_a_thread_of_its_own(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    read_json = bodies.read_json
+
+    def noted(*given: Any) -> Any:
+        threads.append(threading.current_thread())
+        return read_json(*given)
+
+    monkeypatch.setattr(bodies, "read_json", noted)
+    with browse(server) as client:
+        for text in ("a", "a" * 2**17):
+            client.post("/tokenize", json={"prompt": text, "keep_alive": 1}).raise_for_status()
+    assert threads[0] is server.thread and threads[1] is not server.thread

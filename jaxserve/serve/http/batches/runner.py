@@ -7,6 +7,7 @@ and a line that is refused for now has none while it waits.
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -42,16 +43,16 @@ class BatchRunner:
 
     Args:
       at_once: lines that run at a time, of all batches together.
-      line_bytes: most of the body of a line, as of any body.
+      line_bytes, line_parts: most of a line, as of any body: bytes, and parts of its JSON (see `read_json`).
 
     Attributes:
       num_running: lines that run.
     """
 
-    def __init__(self, store: BatchStore, at_once: int, line_bytes: int) -> None:
+    def __init__(self, store: BatchStore, at_once: int, line_bytes: int, line_parts: int) -> None:
         self._store = store
         self._at_once = at_once
-        self._line_bytes = line_bytes
+        self._line_bytes, self._line_parts = line_bytes, line_parts
         self._places: FairPlaces[bytes] = FairPlaces(at_once)
         self._app: ASGIApp | None = None
         self._task: asyncio.Task[None] | None = None
@@ -138,7 +139,8 @@ class BatchRunner:
         batch = self._store.batch(owner, batch_id)
         source = self._store.content_path(batch.input_file_id)
         if batch.output_file_id is None:  # not begun
-            total, problems = await asyncio.to_thread(check_lines, source, batch.endpoint, self._line_bytes)
+            check = functools.partial(check_lines, source, batch.endpoint, self._line_bytes, self._line_parts)
+            total, problems = await asyncio.to_thread(check)
             batch = self._store.batch(owner, batch_id)  # it may have been cancelled meanwhile
             if problems:
                 batch.errors = BatchProblems(data=problems)
@@ -149,7 +151,7 @@ class BatchRunner:
             if batch.status == "validating":
                 batch.status, batch.in_progress_at = "in_progress", _now()
             self._store.put_batch(owner, batch)
-        work = _Work(self._store, batch)
+        work = _Work(self._store, batch, self._line_parts)
         await asyncio.to_thread(work.read_results)
         try:
             ended = await self._answer_lines(owner, batch, work)
@@ -245,12 +247,13 @@ class _Line(NamedTuple):
 class _Work:
     """The lines of one batch, and the files of their results. Mutated by the runner alone."""
 
-    def __init__(self, store: BatchStore, batch: BatchObject) -> None:
+    def __init__(self, store: BatchStore, batch: BatchObject, line_parts: int) -> None:
         assert batch.output_file_id is not None and batch.error_file_id is not None, batch
         self.output_id, self.error_id = batch.output_file_id, batch.error_file_id
         self.num_completed = 0
         self.num_failed = 0
         self._source = store.content_path(batch.input_file_id)
+        self._line_parts = line_parts
         self._paths = [store.content_path(file_id) for file_id in (self.output_id, self.error_id)]
         self._done: set[str] = set()
         self._files: list[BinaryIO] = []
@@ -271,7 +274,7 @@ class _Work:
         with self._source.open("rb") as source:
             for raw in source:
                 if raw.strip():
-                    line = read_json(raw)
+                    line = read_json(raw, self._line_parts)
                     if line["custom_id"] not in self._done:
                         yield _Line(custom_id=line["custom_id"], body=json.dumps(line["body"]).encode())
 
@@ -295,9 +298,9 @@ class _Work:
             file.close()
 
 
-def check_lines(path: Path, endpoint: str, line_bytes: int) -> tuple[int, list[BatchProblem]]:
-    """The number of lines, and what is wrong with them; `line_bytes` as for `BatchRunner`. Takes as long as reading
-    takes."""
+def check_lines(path: Path, endpoint: str, line_bytes: int, line_parts: int) -> tuple[int, list[BatchProblem]]:
+    """The number of lines, and what is wrong with them; `line_bytes` and `line_parts` as for `BatchRunner`. Takes as
+    long as reading takes."""
     problems: list[BatchProblem] = []
     seen: set[str] = set()
     with path.open("rb") as file:
@@ -309,7 +312,7 @@ def check_lines(path: Path, endpoint: str, line_bytes: int) -> tuple[int, list[B
                 problems.append(BatchProblem(code="line_too_large", message=message, line=number))
                 continue
             try:
-                line = read_json(raw)
+                line = read_json(raw, line_parts)
             except ValueError as error:
                 problems.append(BatchProblem(code="invalid_json_line", message=f"no JSON: {error}", line=number))
                 line = None

@@ -1,0 +1,98 @@
+"""Bytes of messages: what one caller holds shuts out no other, and what is no message is told so on every method."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from serve_parts import LONG, WAIT_S, Served, serve_bytes, serve_slowly, served, wait_until
+
+from jaxserve.api import SamplingParams
+from jaxserve.client import CallOptions, Client, RequestFailed, Retries
+from jaxserve.config.schema import GrpcConfig
+from jaxserve.errors import Status
+
+KEYS = ("alpha", "beta")
+SHORT = SamplingParams(temperature=0.0, max_tokens=2)
+MIB = 2**20
+ONCE = Retries(attempts=0)
+GARBAGE = b"\x0a\x7fabc"  # promises more bytes than there are
+
+
+@pytest.fixture
+def crowded(tmp_path: Path) -> Iterator[Served]:
+    (tmp_path / "tokens").write_text("\n".join(KEYS))
+    config = GrpcConfig(
+        port=0, tokens_file=str(tmp_path / "tokens"), max_message_bytes=2 * MIB, max_messages_bytes=4 * MIB
+    )
+    parts = serve_slowly()
+    with served(parts, grpc_config=config):
+        yield parts
+
+
+def big(client: Client) -> Callable[[], None]:
+    """A running stream whose message has a mebibyte."""
+    salt = "s" * MIB
+    updates = iter(client.generate("a", LONG, CallOptions(cache_salt=salt), timeout_s=WAIT_S))
+    next(updates)
+    return updates.close  # type: ignore[attr-defined]
+
+
+def test_messages_of_one_caller_shut_out_no_other_and_count_until_their_calls_end(crowded: Served) -> None:
+    with (
+        Client(crowded.address, retries=ONCE, token=KEYS[0]) as one,
+        Client(crowded.address, retries=ONCE, token=KEYS[1]) as two,
+    ):
+        first, second = big(one), big(one)
+        with pytest.raises(RequestFailed, match=r"serve\.grpc\.max_messages_bytes") as caught:
+            big(one)
+        assert caught.value.status is Status.OVERLOADED and caught.value.retry_after_s == 1.0
+        assert two.complete("a", SHORT, timeout_s=WAIT_S).text == "bc"
+        assert two.is_serving(timeout_s=WAIT_S)
+        first()
+        second()
+        wait_until(lambda: crowded.engine.num_live == 0, "both have ended")
+        big(one)()
+
+
+def test_one_message_is_read_whatever_it_has(crowded: Served) -> None:
+    with Client(crowded.address, retries=ONCE, token=KEYS[0]) as client:
+        for _ in range(20):  # together far more than all calls may have at a time
+            client.complete("a", SHORT, CallOptions(cache_salt="s" * MIB), timeout_s=WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(serve_bytes()) as parts:
+        yield parts
+
+
+def test_garbage_is_told_so_by_health_and_reflection(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with grpc.insecure_channel(server.address) as channel:
+        calls = [
+            lambda: channel.unary_unary("/grpc.health.v1.Health/Check")(GARBAGE, timeout=WAIT_S),
+            lambda: next(channel.unary_stream("/grpc.health.v1.Health/Watch")(GARBAGE, timeout=WAIT_S)),
+            lambda: next(
+                channel.stream_stream("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")(
+                    iter([GARBAGE]), timeout=WAIT_S
+                )
+            ),
+        ]
+        for call in calls:
+            with pytest.raises(grpc.RpcError) as caught:
+                call()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, caught.value
+            assert "cannot be decoded" in caught.value.details()
+        health = health_pb2_grpc.HealthStub(channel)
+        assert health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S).status == 1
+        with pytest.raises(grpc.RpcError) as caught:
+            health.Check(health_pb2.HealthCheckRequest(service="none"), timeout=WAIT_S)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        asked = reflection_pb2.ServerReflectionRequest(list_services="")
+        (told,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]), timeout=WAIT_S)
+        assert "jaxserve.v1.Inference" in {each.name for each in told.list_services_response.service}
+    assert not [record for record in caplog.records if record.exc_info]
