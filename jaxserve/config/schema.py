@@ -660,6 +660,12 @@ class ServeConfig(Section):
     max_stops: int = pydantic.Field(
         default=4, ge=1, le=1024, description="Stop strings of a request; each costs every step of all requests."
     )
+    max_answer_bytes: int = pydantic.Field(
+        default=2**28,
+        ge=2**10,
+        description="Most bytes that the answer to a call can come to, reckoned from its prompts, max_tokens, n and "
+        "log-probabilities before it is queued.",
+    )
     admin_tokens_file: str | None = pydantic.Field(
         default=None,
         description="File of tokens, one a line, of which calls of operators need one (flush, size of the page pool, "

@@ -53,6 +53,7 @@ class EngineReplica:
             max_prompts=doors.max_prompts,
             max_n=doors.max_n,
             max_stops=doors.max_stops,
+            max_answer_bytes=doors.max_answer_bytes,
             tenants=make_tenants(doors.tenants),
         )
         self._ending.callback(self._async_engine.close)

@@ -184,6 +184,7 @@ async def serve(
         max_prompts=serve_config.max_prompts,
         max_n=serve_config.max_n,
         max_stops=serve_config.max_stops,
+        max_answer_bytes=serve_config.max_answer_bytes,
         tenants=make_tenants(serve_config.tenants),
     )
     exchange = None

@@ -37,6 +37,7 @@ def completions_router(door: Door) -> APIRouter:
         answer_id = new_id(body.request_id, call)
         makers = _makers(door, body, sampling, answer_id, trace_of(call))
         requests = await prepare(door, makers, sampling.n, tenant=caller_of(body))
+        door.engine.check_answer(requests, repeats_prompt=bool(body.echo) and body.logprobs is not None)
         answer = _Answer(door, body, sampling, requests, answer_id)
         if body.stream:
             return EventStream(door, requests, answer, answer_id, resumable=True)
