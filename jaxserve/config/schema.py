@@ -710,6 +710,12 @@ class ServeConfig(Section):
         description="Characters that are encoded at once whatever number of tokens they have: of /tokenize and "
         "count_tokens, and of prompts and documents that are cut. Others are refused once they have too many tokens.",
     )
+    max_answer_bytes: int = pydantic.Field(
+        default=2**28,
+        ge=2**10,
+        description="Most bytes that the answer to a call can come to, reckoned from its prompts, max_tokens, n and "
+        "log-probabilities before it is queued.",
+    )
     admin_tokens_file: str | None = pydantic.Field(
         default=None,
         description="File of tokens, one a line, of which calls of operators need one (flush, size of the page pool, "

@@ -22,6 +22,7 @@ from jaxserve.engine.base import Answering, refusal_of
 from jaxserve.engine.embedding import embedding_of, pooling_params
 from jaxserve.engine.inputs import Prompt
 from jaxserve.engine.outputs import Update
+from jaxserve.engine.prices import check_answer
 from jaxserve.engine.scoring import Judgement
 from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.engine.tenants import Tenants
@@ -32,6 +33,7 @@ T = TypeVar("T")
 E_co = TypeVar("E_co", bound=Answering, covariant=True)
 
 _SUBMITTED_AT_ONCE = 32  # requests of one call; then other coroutines have their turn
+_READ_AT_ONCE = 32  # updates of one call, likewise
 
 
 class _Reader:
@@ -92,15 +94,18 @@ class AsyncEngine(Generic[E_co]):
         max_n: int | None = None,
         max_stops: int | None = None,
         max_text_chars: int | None = None,
+        max_answer_bytes: int | None = None,
         tenants: Tenants | None = None,
     ) -> None:
         """`max_prompts`, `max_n`: of one call; None: as many as may wait. `max_stops`: strings that end a text of a
-        request; None: any number. `max_text_chars`: see `check_text`. `tenants`: their limits; None: no limits."""
+        request; `max_answer_bytes`: that the answer to a call can come to; None: any number. `max_text_chars`: see
+        `check_text`. `tenants`: their limits; None: no limits."""
         self.engine = engine
         self._max_prompts = max_prompts
         self._max_n = max_n
         self._max_stops = max_stops
         self._max_text_chars = max_text_chars
+        self._max_answer_bytes = max_answer_bytes
         self._tenants = tenants
         self._pool = ThreadPoolExecutor(encode_threads, thread_name_prefix="jaxserve-encode")
         self._closed = False
@@ -175,12 +180,23 @@ class AsyncEngine(Generic[E_co]):
                 "(serve.max_text_chars); send them in parts"
             )
 
+    def check_answer(self, requests: Sequence[Request], *, repeats_prompt: bool = False) -> None:
+        """Raises InvalidRequest when the answer to the requests of a call can be too large.
+
+        `stream` asks this, too. A door asks before it, whose answers repeat the log-probabilities of a prompt with each
+        sequence (`repeats_prompt`).
+        """
+        if self._max_answer_bytes is not None:
+            check_answer(requests, self._max_answer_bytes, repeats_prompt=repeats_prompt)
+
     async def stream(self, *requests: Request) -> AsyncGenerator[Update, None]:
         """Submits prepared requests, each with an id of its own; yields updates as they come, until all have ended.
 
-        Leaving early, or a cancel, aborts what has not ended. Raises what `Engine.submit` raises, and the typed error
-        that ended one of them, TenantLimited and RequestRejected; the others are aborted.
+        Other coroutines have their turn after some updates, also when more are there. Leaving early, or a cancel,
+        aborts what has not ended. Raises what `check_answer` and `Engine.submit` raise, and the typed error that ended
+        one of them, TenantLimited and RequestRejected; the others are aborted.
         """
+        self.check_answer(requests)
         loop = asyncio.get_running_loop()
         readers = self._readers.setdefault(loop, _Readers(loop, self.engine.abort))
         reader = _Reader()
@@ -195,10 +211,16 @@ class AsyncEngine(Generic[E_co]):
                 self.engine.submit(request, updates.append)
                 if number % _SUBMITTED_AT_ONCE == 0:
                     await asyncio.sleep(0)
+            num_read = 0  # since others had their turn
             while live:
+                if num_read == _READ_AT_ONCE:
+                    await asyncio.sleep(0)
+                    num_read = 0
                 while not updates:
+                    num_read = 0
                     reader.waiter = loop.create_future()
                     await reader.waiter
+                num_read += 1
                 update = updates.popleft()
                 if tenants is not None and update.token_ids and update.request_id in live:
                     tenants.charge(live[update.request_id].tenant, len(update.token_ids))

@@ -54,6 +54,7 @@ class EngineReplica:
             max_n=doors.max_n,
             max_stops=doors.max_stops,
             max_text_chars=doors.max_text_chars,
+            max_answer_bytes=doors.max_answer_bytes,
             tenants=make_tenants(doors.tenants),
         )
         self._ending.callback(self._async_engine.close)

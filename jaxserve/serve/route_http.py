@@ -62,6 +62,7 @@ class RouteHttp:
                 max_n=serving.max_n,
                 max_stops=serving.max_stops,
                 max_text_chars=serving.max_text_chars,
+                max_answer_bytes=serving.max_answer_bytes,
             )
             routers += answering_routers(make_door(self._async_engine, http, counts, any_model=True))
         routers += [self._probes(pool, service, counts), _metrics(RouteCollector(pool, service, quarantine, counts))]

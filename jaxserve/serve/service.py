@@ -185,6 +185,7 @@ async def serve(
         max_n=serve_config.max_n,
         max_stops=serve_config.max_stops,
         max_text_chars=serve_config.max_text_chars,
+        max_answer_bytes=serve_config.max_answer_bytes,
         tenants=make_tenants(serve_config.tenants),
     )
     exchange = None

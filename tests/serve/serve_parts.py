@@ -231,6 +231,7 @@ def served(
     handoff: HandoffSetup | None = None,
     weights: ChangesWeights | None = None,
     adapters_dir: str | None = None,
+    max_answer_bytes: int = ServeConfig().max_answer_bytes,
 ) -> Iterator[Served]:
     """Serves on a free port, on a thread of its own, until the block ends."""
     ready = threading.Event()
@@ -240,6 +241,7 @@ def served(
         http=http_config,
         admin_tokens_file=admin_tokens_file,
         tenants=tenants,
+        max_answer_bytes=max_answer_bytes,
     )
 
     async def main() -> int:

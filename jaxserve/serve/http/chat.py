@@ -7,6 +7,7 @@ The same pieces make a stream and an answer in one piece, thoughts and tool call
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
@@ -15,24 +16,35 @@ from jaxserve.engine import Update
 from jaxserve.serve.http.bodies import EVENTS, REFUSALS, JsonRoute
 from jaxserve.serve.http.conversation import Chat, Turn, prepare_chat
 from jaxserve.serve.http.door import Door, check_answered, follow, new_id, trace_of
-from jaxserve.serve.http.errors import error_event, json_response
+from jaxserve.serve.http.errors import error_event
 from jaxserve.serve.http.formats import Piece
-from jaxserve.serve.http.logprobs import chat_logprobs, prompt_logprobs
+from jaxserve.serve.http.logprobs import chat_logprobs, write_prompt_logprobs
+from jaxserve.serve.http.pieces import WrittenList, json_answer
 from jaxserve.serve.http.requests import ChatRequest
 from jaxserve.serve.http.responses import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
-    ChatLogprobs,
     ChatMessage,
     ChatResponse,
     FinishWord,
     FunctionPart,
     ToolCallPart,
+    as_fields,
     drawn_by,
 )
 from jaxserve.serve.http.sampling import caller_of
-from jaxserve.serve.http.streaming import DONE, EventStream, UsageCounter, event, is_known, usage_at_end, usage_in_all
+from jaxserve.serve.http.streaming import (
+    DONE,
+    Event,
+    EventStream,
+    UsageCounter,
+    event,
+    is_known,
+    large_event,
+    usage_at_end,
+    usage_in_all,
+)
 
 
 def chat_router(door: Door) -> APIRouter:
@@ -50,7 +62,7 @@ def chat_router(door: Door) -> APIRouter:
         answer = _Answer(door, body, chat, answer_id)
         if body.stream:
             return EventStream(door, [chat.request], answer, answer_id, resumable=True)
-        return json_response(await answer.whole(door), headers={"x-request-id": answer_id})
+        return await json_answer(door.turns, await answer.whole(door), {"x-request-id": answer_id})
 
     return router
 
@@ -77,6 +89,7 @@ class _Answer:
 
     def __init__(self, door: Door, body: ChatRequest, chat: Chat, answer_id: str) -> None:
         self._tokenizer = door.engine.engine.tokenizer
+        self._pace = door.turns
         self._new_call_id = door.tool_format.new_call_id
         self._body = body
         self._request = chat.request
@@ -88,8 +101,22 @@ class _Answer:
         self._created_s = int(time.time())
         self._model = body.model or door.model_name
 
-    async def whole(self, door: Door) -> ChatResponse:
+    async def whole(self, door: Door) -> dict[str, Any]:
+        """The answer in one piece, as `json_pieces` takes it."""
         chunks: list[list[ChatChunkChoice]] = [[] for _ in self._turns]
+        written: list[WrittenList | None] = [None for _ in chunks]  # log-probabilities, which the chunks then lack
+        prompt: WrittenList | None = None
+        async with follow(door, [self._request]) as updates:
+            async for update in updates:
+                check_answered(update)
+                for choice in self._choices(update):
+                    if choice.logprobs is not None and choice.logprobs.content:
+                        entries = written[update.index] or WrittenList()
+                        entries.add(choice.logprobs.content)
+                        written[update.index], choice.logprobs = entries, None
+                    chunks[update.index].append(choice)
+                if update.prompt is not None and update.prompt.logprobs is not None and update.index == 0:
+                    prompt = await write_prompt_logprobs(self._tokenizer, update.prompt.logprobs, self._pace)
         response = ChatResponse(
             id=self._id,
             object="chat.completion",
@@ -98,37 +125,35 @@ class _Answer:
             choices=[],
             usage=self._counter.usage,
         )
-        async with follow(door, [self._request]) as updates:
-            async for update in updates:
-                check_answered(update)
-                chunks[update.index] += self._choices(update)
-                prompt = update.prompt
-                if prompt is not None and prompt.logprobs is not None and update.index == 0:
-                    response.prompt_logprobs = prompt_logprobs(self._tokenizer, prompt.logprobs)
-        response.choices = [_join(each) for each in chunks]
-        response.usage = self._counter.usage
+        if prompt is not None:
+            response.prompt_logprobs = []  # its place among the fields
         if self._body.return_token_ids:
             response.prompt_token_ids = list(self._request.prompt_token_ids)
-        return response
+        answer = as_fields(response)
+        answer["choices"] = [_join(each, entries) for each, entries in zip(chunks, written, strict=True)]
+        return answer if prompt is None else {**answer, "prompt_logprobs": prompt}
 
-    def events(self, update: Update) -> str:
+    async def events(self, update: Update) -> list[Event]:
         if is_known(update):
             self._turns[update.index].read(update)
-            return ""
+            return []
         usage = usage_in_all(self._body.stream_options)
-        events: list[str] = []
+        events: list[Event] = []
         if update.index not in self._begun:
             first = ChatMessage(role="assistant", content="")
             choice = ChatChunkChoice(index=update.index, delta=first, finish_reason=None)
             chunk = self._chunk([choice], usage=usage)
             if not self._begun and self._body.return_token_ids:
                 chunk.prompt_token_ids = list(self._request.prompt_token_ids)
-            if update.prompt is not None and update.prompt.logprobs is not None:
-                chunk.prompt_logprobs = prompt_logprobs(self._tokenizer, update.prompt.logprobs)
             self._begun.add(update.index)
-            events.append(event(chunk))
+            if update.prompt is not None and update.prompt.logprobs is not None:
+                chunk.prompt_logprobs = []  # its place among the fields
+                prompt = await write_prompt_logprobs(self._tokenizer, update.prompt.logprobs, self._pace)
+                events.append(await large_event(self._pace, {**as_fields(chunk), "prompt_logprobs": prompt}))
+            else:
+                events.append(event(chunk))
         events += [event(self._chunk([choice], usage=usage)) for choice in self._choices(update)]
-        return "".join(events)
+        return events
 
     def last_events(self, error: Exception | None) -> str:
         if error is not None:
@@ -166,8 +191,8 @@ class _Answer:
         return [] if empty and last.finish_reason is None else choices
 
 
-def _join(chunks: Sequence[ChatChunkChoice]) -> ChatChoice:
-    """The chunks of one sequence as one message."""
+def _join(chunks: Sequence[ChatChunkChoice], logprobs: WrittenList | None) -> dict[str, Any]:
+    """The chunks of one sequence as one message, as `json_pieces` takes it. `logprobs`: those of its tokens."""
     last = chunks[-1]
     assert last.finish_reason is not None, last
     content = "".join(chunk.delta.content or "" for chunk in chunks)
@@ -189,9 +214,7 @@ def _join(chunks: Sequence[ChatChunkChoice]) -> ChatChoice:
     )
     if last.weights is not None:
         choice.weights = last.weights
-    entries = [entry for chunk in chunks if chunk.logprobs is not None for entry in chunk.logprobs.content]
-    if entries:
-        choice.logprobs = ChatLogprobs(content=entries)
     if any(chunk.token_ids is not None for chunk in chunks):
         choice.token_ids = [i for chunk in chunks for i in chunk.token_ids or ()]
-    return choice
+    fields = as_fields(choice)
+    return fields if logprobs is None else {**fields, "logprobs": {"content": logprobs}}

@@ -7,6 +7,7 @@ cannot differ.
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
@@ -16,12 +17,23 @@ from jaxserve.engine import Prompt, Update
 from jaxserve.errors import InvalidRequest
 from jaxserve.serve.http.bodies import EVENTS, REFUSALS, JsonRoute
 from jaxserve.serve.http.door import Door, check_answered, follow, new_id, prepare, trace_of
-from jaxserve.serve.http.errors import error_event, json_response
-from jaxserve.serve.http.logprobs import CompletionLogprobsBuilder, join_logprobs, prompt_logprobs
+from jaxserve.serve.http.errors import error_event
+from jaxserve.serve.http.logprobs import CompletionLogprobsBuilder, WrittenLogprobs, write_prompt_logprobs
+from jaxserve.serve.http.pieces import WrittenList, json_answer
 from jaxserve.serve.http.requests import CompletionRequest
-from jaxserve.serve.http.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, drawn_by
+from jaxserve.serve.http.responses import CompletionChoice, CompletionResponse, as_fields, drawn_by
 from jaxserve.serve.http.sampling import caller_of, completion_sampling, resume_of
-from jaxserve.serve.http.streaming import DONE, EventStream, UsageCounter, event, is_known, usage_at_end, usage_in_all
+from jaxserve.serve.http.streaming import (
+    DONE,
+    Event,
+    EventStream,
+    UsageCounter,
+    event,
+    is_known,
+    large_event,
+    usage_at_end,
+    usage_in_all,
+)
 
 
 def completions_router(door: Door) -> APIRouter:
@@ -37,10 +49,11 @@ def completions_router(door: Door) -> APIRouter:
         answer_id = new_id(body.request_id, call)
         makers = _makers(door, body, sampling, answer_id, trace_of(call))
         requests = await prepare(door, makers, sampling.n, tenant=caller_of(body))
+        door.engine.check_answer(requests, repeats_prompt=bool(body.echo) and body.logprobs is not None)
         answer = _Answer(door, body, sampling, requests, answer_id)
         if body.stream:
             return EventStream(door, requests, answer, answer_id, resumable=True)
-        return json_response(await answer.whole(door), headers={"x-request-id": answer_id})
+        return await json_answer(door.turns, await answer.whole(door), {"x-request-id": answer_id})
 
     return router
 
@@ -104,46 +117,57 @@ class _Answer:
         answer_id: str,
     ) -> None:
         self._tokenizer = door.engine.engine.tokenizer
+        self._turns = door.turns
         self._body = body
         self._sampling = sampling
         self._requests = requests
         self._numbers = {request.request_id: number for number, request in enumerate(requests)}
         self._scores_only = bool(body.echo) and body.max_tokens == 0
         self._counter = UsageCounter(requests)
-        self._prompt_entries: dict[int, tuple[TokenLogprobs, ...]] = {}  # told with a prompt's first sequence alone
+        self._echoed: dict[int, WrittenLogprobs] = {}  # of a prompt, which is told with its first sequence alone
         self._begun: set[int] = set()
-        self._logprobs = [
-            CompletionLogprobsBuilder(
-                self._tokenizer,
-                request.prompt_token_ids,
-                skip_special_tokens=sampling.skip_special_tokens,
-                as_ids=bool(body.return_tokens_as_token_ids),
-            )
-            for request in requests
-            for _ in range(sampling.n)
-        ]
+        self._logprobs = [self._builder(request) for request in requests for _ in range(sampling.n)]
         has = [requests[0].known(index).token_ids for index in range(sampling.n)] if body.resume else []
         for index, known in enumerate(has if body.logprobs is not None else ()):
             if known or has[0]:  # the prompt was scored with the first sequence, and is not again
-                self._logprobs[index].skip(known, echo=bool(body.echo))
+                self._logprobs[index].follow_prompt(len(requests[0].echo_text))
+                self._logprobs[index].skip(known)
                 self._begun.add(index)
         self._id = f"cmpl-{answer_id}"
         self._created_s = int(time.time())
         self._model = body.model or door.model_name
 
-    async def whole(self, door: Door) -> CompletionResponse:
-        pieces: list[list[CompletionChoice]] = [[] for _ in self._logprobs]
+    def _builder(self, request: Request) -> CompletionLogprobsBuilder:
+        return CompletionLogprobsBuilder(
+            self._tokenizer,
+            request.prompt_token_ids,
+            skip_special_tokens=self._sampling.skip_special_tokens,
+            as_ids=bool(self._body.return_tokens_as_token_ids),
+        )
+
+    async def whole(self, door: Door) -> dict[str, Any]:
+        """The answer in one piece, as `json_pieces` takes it."""
+        choices = [_WholeChoice() for _ in self._logprobs]
         async with follow(door, self._requests) as updates:
             async for update in updates:
                 check_answered(update)
-                piece = self._piece(update)
-                pieces[piece.index].append(piece)
-        return self._response([_join(each) for each in pieces], usage=True)
+                piece = await self._piece(update)
+                choices[piece.choice.index].add(piece)
+        answer = as_fields(self._response([], usage=True))
+        return {**answer, "choices": [choice.fields for choice in choices]}
 
-    def events(self, update: Update) -> str:
+    async def events(self, update: Update) -> list[Event]:
         if is_known(update):
-            return ""
-        return event(self._response([self._piece(update)], usage=usage_in_all(self._body.stream_options)))
+            return []
+        piece = await self._piece(update)
+        if piece.is_small:
+            return [event(self._response([piece.choice], usage=usage_in_all(self._body.stream_options)))]
+        answer = as_fields(self._response([], usage=usage_in_all(self._body.stream_options)))
+        logprobs = None if self._body.logprobs is None else WrittenLogprobs()
+        if logprobs is not None:
+            piece.write_logprobs(logprobs)
+        choice = _with_lists(piece.choice, logprobs, piece.prompt_logprobs)
+        return [await large_event(self._turns, {**answer, "choices": [choice]})]
 
     def last_events(self, error: Exception | None) -> str:
         if error is not None:
@@ -158,18 +182,11 @@ class _Answer:
             response.usage = self._counter.usage
         return response
 
-    def _piece(self, update: Update) -> CompletionChoice:
+    async def _piece(self, update: Update) -> "_Piece":
         number = self._numbers[update.request_id]
         request = self._requests[number]
         if self._scores_only:
-            text = (
-                ""
-                if self._tokenizer is None
-                else self._tokenizer.decode(
-                    request.prompt_token_ids, skip_special_tokens=self._sampling.skip_special_tokens
-                )
-            )
-            update = update._replace(token_ids=(), text=text, logprobs=())
+            update = update._replace(token_ids=(), text=request.echo_text, logprobs=())
         self._counter.take(update)
         index = number * self._sampling.n + update.index
         choice = CompletionChoice(index=index, text=update.text, logprobs=None, finish_reason=None)
@@ -178,26 +195,88 @@ class _Answer:
             choice.stop_reason = update.stop_reason
             if update.weights:
                 choice.weights = drawn_by(update.weights)
+        entries = None if update.prompt is None else update.prompt.logprobs
+        echoed = prompt = None
         if self._body.logprobs is not None:
-            choice.logprobs = self._build_logprobs(index, number, update)
-        if update.prompt is not None and update.prompt.logprobs is not None and self._body.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, update.prompt.logprobs)
+            echoed = await self._echo(index, number, entries)
+            choice.logprobs = self._logprobs[index].build(update.logprobs or (), self._body.logprobs)
+        if entries is not None and self._body.prompt_logprobs is not None:
+            prompt = await write_prompt_logprobs(self._tokenizer, entries, self._turns)
         if self._body.return_token_ids:
             choice.token_ids = list(update.token_ids)
             if update.prompt is not None:
                 choice.prompt_token_ids = list(request.prompt_token_ids)
-        return choice
+        return _Piece(choice, echoed, prompt)
 
-    def _build_logprobs(self, index: int, number: int, update: Update) -> CompletionLogprobs:
-        builder, count = self._logprobs[index], self._body.logprobs
-        assert count is not None
-        if update.prompt is not None and update.prompt.logprobs is not None:
-            self._prompt_entries[number] = update.prompt.logprobs
-        parts = []
-        if self._body.echo and index not in self._begun:
-            parts.append(builder.build_prompt(self._prompt_entries.get(number, ()), count))
+    async def _echo(self, index: int, number: int, entries: Sequence[TokenLogprobs] | None) -> WrittenLogprobs | None:
+        """What stands before the first entries of a sequence: those of its prompt, if it is echoed."""
+        assert self._body.logprobs is not None
+        is_first = index not in self._begun
         self._begun.add(index)
-        return join_logprobs([*parts, builder.build(update.logprobs or (), count)])
+        if not self._body.echo or not is_first:
+            return None
+        request = self._requests[number]
+        if number not in self._echoed:
+            builder = self._builder(request)
+            self._echoed[number] = await builder.write_prompt(entries or (), self._body.logprobs, self._turns)
+        self._logprobs[index].follow_prompt(len(request.echo_text))
+        return self._echoed[number]
+
+
+class _Piece(NamedTuple):
+    """What an update tells of a choice. `choice` lacks what is told of the prompt: `echoed`, which comes before its own
+    log-probabilities, and `prompt_logprobs`."""
+
+    choice: CompletionChoice
+    echoed: WrittenLogprobs | None
+    prompt_logprobs: WrittenList | None
+
+    @property
+    def is_small(self) -> bool:
+        return self.echoed is None and self.prompt_logprobs is None
+
+    def write_logprobs(self, written: WrittenLogprobs) -> None:
+        """Writes its log-probabilities behind those of earlier pieces, and lets them go."""
+        if self.echoed is not None:
+            written.extend(self.echoed)
+        if self.choice.logprobs is not None:
+            written.add(self.choice.logprobs)
+            self.choice.logprobs = None
+
+
+class _WholeChoice:
+    """A choice, joined of its pieces, whose log-probabilities are written when they come."""
+
+    def __init__(self) -> None:
+        self._pieces: list[CompletionChoice] = []
+        self._logprobs: WrittenLogprobs | None = None
+        self._prompt_logprobs: WrittenList | None = None
+
+    def add(self, piece: _Piece) -> None:
+        """Takes the next piece."""
+        if piece.choice.logprobs is not None:
+            self._logprobs = self._logprobs or WrittenLogprobs()
+            piece.write_logprobs(self._logprobs)
+        if piece.prompt_logprobs is not None:
+            self._prompt_logprobs = piece.prompt_logprobs
+        self._pieces.append(piece.choice)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """As `json_pieces` takes them."""
+        return _with_lists(_join(self._pieces), self._logprobs, self._prompt_logprobs)
+
+
+def _with_lists(
+    choice: CompletionChoice, logprobs: WrittenLogprobs | None, prompt_logprobs: WrittenList | None
+) -> dict[str, Any]:
+    """The fields of a choice, with written lists in their places."""
+    if prompt_logprobs is not None:
+        choice.prompt_logprobs = []  # its place among the fields
+    fields = as_fields(choice)
+    if logprobs is not None:
+        fields["logprobs"] = logprobs.fields
+    return fields if prompt_logprobs is None else {**fields, "prompt_logprobs": prompt_logprobs}
 
 
 def _join(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
@@ -212,11 +291,6 @@ def _join(pieces: Sequence[CompletionChoice]) -> CompletionChoice:
     )
     if last.weights is not None:
         joined.weights = last.weights
-    parts = [piece.logprobs for piece in pieces if piece.logprobs is not None]
-    if parts:
-        joined.logprobs = join_logprobs(parts)
-    if pieces[0].prompt_logprobs is not None:
-        joined.prompt_logprobs = pieces[0].prompt_logprobs
     if pieces[0].token_ids is not None:
         joined.token_ids = [i for piece in pieces for i in piece.token_ids or ()]
         joined.prompt_token_ids = pieces[0].prompt_token_ids

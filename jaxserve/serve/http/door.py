@@ -18,6 +18,7 @@ from jaxserve.serve.http.counted import caller_id
 from jaxserve.serve.http.errors import HttpRefusal
 from jaxserve.serve.http.formats import ThinkingFormat, ToolFormat
 from jaxserve.serve.http.guard import time_is_up
+from jaxserve.serve.http.turns import Turns
 from jaxserve.text import Tokenizer
 
 _CALLER_CHARS = 200  # of an id that becomes part of another
@@ -29,6 +30,7 @@ class Door:
 
     Attributes:
       tool_format, thinking_format: those in which this model writes tool calls and thoughts.
+      turns: of what is made in pieces for the answers of this door.
       any_model: the names of models that requests give, which may be those of adapters, are for the engine to check.
     """
 
@@ -38,6 +40,7 @@ class Door:
     tool_format: ToolFormat
     thinking_format: ThinkingFormat | None
     any_model: bool = False
+    turns: Turns = dataclasses.field(default_factory=Turns)
     started_s: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property

@@ -13,9 +13,11 @@ from jaxserve.engine import EmbeddingForm, Prompt, embedding_of, pooling_params
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.completions import check_texts, list_prompts
 from jaxserve.serve.http.door import Door, check_answered, follow, prepare, trace_of
-from jaxserve.serve.http.errors import json_response
+from jaxserve.serve.http.pieces import WrittenList, json_answer
 from jaxserve.serve.http.requests import EmbeddingRequest
-from jaxserve.serve.http.responses import Embedding, EmbeddingResponse, Usage
+from jaxserve.serve.http.responses import Embedding, EmbeddingResponse, Usage, as_fields
+
+_WRITTEN_AT_ONCE = 16  # vectors; of 4096 numbers each, a few milliseconds
 
 
 def embeddings_router(door: Door) -> APIRouter:
@@ -34,14 +36,17 @@ def embeddings_router(door: Door) -> APIRouter:
             traceparent=trace_of(call),
             adapter=name,
         )
-        data = []
+        data = WrittenList()
         for index, vector in enumerate(vectors):
+            if index and index % _WRITTEN_AT_ONCE == 0:
+                await door.turns.next()
             values = vector.values
             packed = _base64(values) if body.encoding_format == "base64" else list(values)
-            data.append(Embedding(object="embedding", index=index, embedding=packed))
+            data.add([Embedding(object="embedding", index=index, embedding=packed)])
         num_tokens = sum(vector.num_prompt_tokens for vector in vectors)
         usage = Usage(prompt_tokens=num_tokens, completion_tokens=0, total_tokens=num_tokens)
-        return json_response(EmbeddingResponse(object="list", data=data, model=name, usage=usage))
+        answer = as_fields(EmbeddingResponse(object="list", data=[], model=name, usage=usage))
+        return await json_answer(door.turns, {**answer, "data": data})
 
     return router
 

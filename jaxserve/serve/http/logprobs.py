@@ -4,10 +4,11 @@ There are three forms: of completions, of chats, and vLLM's for prompts. Complet
 that two tokens of one text, or two that are each a part of a character, need names of their own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jaxserve.api import TokenLogprobs
 from jaxserve.errors import UnsupportedOption
+from jaxserve.serve.http.pieces import WrittenList
 from jaxserve.serve.http.responses import (
     ChatLogprob,
     ChatLogprobs,
@@ -15,10 +16,34 @@ from jaxserve.serve.http.responses import (
     PromptLogprob,
     TopLogprob,
 )
+from jaxserve.serve.http.turns import Turns
 from jaxserve.text import Tokenizer
 from jaxserve.text.detokenizer import Detokenizer
 
 _LOWEST = -9999.0  # JSON has no infinity
+_SLICE = 64  # tokens of a prompt at a time: with 20 alternatives each, a few milliseconds
+
+
+class WrittenLogprobs:
+    """`CompletionLogprobs` whose lists are written as they come."""
+
+    def __init__(self) -> None:
+        self._lists = {name: WrittenList() for name in CompletionLogprobs.model_fields}
+
+    def add(self, part: CompletionLogprobs) -> None:
+        """Writes the entries of further tokens."""
+        for name, written in self._lists.items():
+            written.add(getattr(part, name))
+
+    def extend(self, other: "WrittenLogprobs") -> None:
+        """Adds the entries of another."""
+        for name, written in self._lists.items():
+            written.extend(other._lists[name])
+
+    @property
+    def fields(self) -> dict[str, WrittenList]:
+        """What stands in the answer."""
+        return self._lists
 
 
 class CompletionLogprobsBuilder:
@@ -35,23 +60,28 @@ class CompletionLogprobsBuilder:
         self._offset = 0
         self._written: Detokenizer | None = None
 
-    def build_prompt(self, entries: Sequence[TokenLogprobs], count: int) -> CompletionLogprobs:
-        """An echoed prompt, before all else. Its first token has no log-probability, and no entry in `entries`."""
-        built = self._build([self._prompt_ids[0], *entries], count, self._start(()))
-        self._count_prompt()
-        return built
+    async def write_prompt(self, entries: Sequence[TokenLogprobs], count: int, turns: Turns) -> WrittenLogprobs:
+        """An echoed prompt, which no other entries may precede: it is the same for all sequences, and written once.
 
-    def skip(self, token_ids: Sequence[int], *, echo: bool) -> None:
-        """The client has the entries of these tokens, and of the prompt with `echo`."""
-        if echo:
-            self._count_prompt()
+        Its first token has no log-probability, and no entry in `entries`. A long one takes several turns.
+        """
+        written, detokenizer = WrittenLogprobs(), self._start(())
+        written.add(self._build([self._prompt_ids[0]], count, detokenizer))
+        for start in range(0, len(entries), _SLICE):
+            if start:
+                await turns.next()
+            written.add(self._build(entries[start : start + _SLICE], count, detokenizer))
+        return written
+
+    def follow_prompt(self, num_chars: int) -> None:
+        """The text of the answer begins with the prompt, which has so many characters."""
+        self._offset = num_chars
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """The client has the entries of these tokens."""
         self._written = self._start(self._prompt_ids)
         for token_id in token_ids:
             self._advance(token_id, self._written)
-
-    def _count_prompt(self) -> None:
-        if self._tokenizer is not None:
-            self._offset = len(self._tokenizer.decode(self._prompt_ids, skip_special_tokens=self._skip))
 
     def build(self, entries: Sequence[TokenLogprobs], count: int) -> CompletionLogprobs:
         """The entries of generated tokens. `count`: alternatives asked for."""
@@ -92,17 +122,6 @@ class CompletionLogprobsBuilder:
         return max(before, self._offset - len(self._tokenizer.token_text(token_id)))
 
 
-def join_logprobs(parts: Iterable[CompletionLogprobs]) -> CompletionLogprobs:
-    """Joins the pieces, in order."""
-    joined = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-    for part in parts:
-        joined.tokens += part.tokens
-        joined.token_logprobs += part.token_logprobs
-        joined.top_logprobs += part.top_logprobs
-        joined.text_offset += part.text_offset
-    return joined
-
-
 def chat_logprobs(
     tokenizer: Tokenizer | None, entries: Sequence[TokenLogprobs], count: int, *, as_ids: bool
 ) -> ChatLogprobs:
@@ -124,23 +143,28 @@ def chat_logprobs(
     return ChatLogprobs(content=content)
 
 
-def prompt_logprobs(
-    tokenizer: Tokenizer | None, entries: Sequence[TokenLogprobs]
-) -> list[dict[str, PromptLogprob] | None]:
-    """One entry per prompt token; the first has none."""
-    listed: list[dict[str, PromptLogprob] | None] = [None]
-    for entry in entries:
-        row = {
-            str(token_id): PromptLogprob(
-                logprob=finite(value), rank=rank, decoded_token=token_text(tokenizer, token_id)
-            )
-            for rank, (token_id, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1)
-        }
-        own = PromptLogprob(
-            logprob=finite(entry.logprob), rank=entry.rank, decoded_token=token_text(tokenizer, entry.token_id)
-        )
-        listed.append({str(entry.token_id): own, **{k: v for k, v in row.items() if k != str(entry.token_id)}})
-    return listed
+async def write_prompt_logprobs(
+    tokenizer: Tokenizer | None, entries: Sequence[TokenLogprobs], turns: Turns
+) -> WrittenList:
+    """One entry per prompt token; the first has none. Those of a long prompt take several turns."""
+    written = WrittenList()
+    written.add([None])
+    for start in range(0, len(entries), _SLICE):
+        if start:
+            await turns.next()
+        written.add([_prompt_row(tokenizer, entry) for entry in entries[start : start + _SLICE]])
+    return written
+
+
+def _prompt_row(tokenizer: Tokenizer | None, entry: TokenLogprobs) -> dict[str, PromptLogprob]:
+    row = {
+        str(token_id): PromptLogprob(logprob=finite(value), rank=rank, decoded_token=token_text(tokenizer, token_id))
+        for rank, (token_id, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True), start=1)
+    }
+    own = PromptLogprob(
+        logprob=finite(entry.logprob), rank=entry.rank, decoded_token=token_text(tokenizer, entry.token_id)
+    )
+    return {str(entry.token_id): own, **{k: v for k, v in row.items() if k != str(entry.token_id)}}
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:

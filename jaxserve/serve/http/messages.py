@@ -42,7 +42,7 @@ from jaxserve.serve.http.messages_bodies import (
 )
 from jaxserve.serve.http.requests import ChatRequest
 from jaxserve.serve.http.responses import as_fields
-from jaxserve.serve.http.streaming import EventStream, UsageCounter, named_event
+from jaxserve.serve.http.streaming import Event, EventStream, UsageCounter, named_event
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": MessagesErrorResponse, "description": "Refused; the message says why."},
@@ -143,9 +143,9 @@ class _Answer:
         self._message.usage = self._usage()
         return self._message
 
-    def events(self, update: Update) -> str:
+    async def events(self, update: Update) -> list[Event]:
         self._counter.take(update)
-        events: list[str] = []
+        events: list[Event] = []
         if not self._begun:
             self._begun = True
             self._message.usage = self._usage()
@@ -161,7 +161,7 @@ class _Answer:
                 delta = {"type": kind, field: added.text}
                 events.append(named_event("content_block_delta", index=len(self._parts.all) - 1, delta=delta))
         self._take_end(update)
-        return "".join(events)
+        return events
 
     def last_events(self, error: Exception | None) -> str:
         if error is not None:

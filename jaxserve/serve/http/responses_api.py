@@ -48,7 +48,7 @@ from jaxserve.serve.http.responses_api_bodies import (
     messages_of,
 )
 from jaxserve.serve.http.stored_responses import Stored, StoredResponses
-from jaxserve.serve.http.streaming import EventStream, UsageCounter, named_event
+from jaxserve.serve.http.streaming import Event, EventStream, UsageCounter, named_event
 
 PATH = "/v1/responses"
 _MESSAGES = pydantic.TypeAdapter(list[Message])
@@ -236,13 +236,13 @@ class _Answer:
         self._end()
         return self._response
 
-    def events(self, update: Update) -> str:
-        events: list[str] = []
+    async def events(self, update: Update) -> list[Event]:
+        events: list[Event] = []
         if not self._sequence_number:
             for kind in ("response.created", "response.in_progress"):
                 events.append(self._event(kind, response=as_fields(self._response)))
         events += self._take(update)
-        return "".join(events)
+        return events
 
     def last_events(self, error: Exception | None) -> str:
         if error is not None:

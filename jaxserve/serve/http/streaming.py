@@ -1,8 +1,10 @@
 """Server-sent events, and `Usage`, the counting of tokens that every answer ends with."""
 
+import asyncio
+import itertools
 import json
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import pydantic
 from starlette.responses import Response
@@ -12,14 +14,25 @@ from jaxserve.api import Request
 from jaxserve.engine import Update
 from jaxserve.serve.http.door import Door, check_answered, follow
 from jaxserve.serve.http.errors import REASON, http_reason
+from jaxserve.serve.http.pieces import json_pieces, write_parts
 from jaxserve.serve.http.requests import StreamOptions
 from jaxserve.serve.http.responses import CachedTokens, CompletionTokensDetails, Usage
+from jaxserve.serve.http.turns import Turns
 
 DONE = "data: [DONE]\n\n"
 
 
+# A text, or the parts of one that is large.
+Event = str | Sequence[bytes]
+
+
 def event(body: pydantic.BaseModel) -> str:
     return f"data: {body.model_dump_json(exclude_unset=True)}\n\n"
+
+
+async def large_event(turns: Turns, fields: Mapping[str, Any]) -> Event:
+    """`event` of what has long lists, see `json_pieces`."""
+    return await write_parts(turns, itertools.chain([b"data: "], json_pieces(fields), [b"\n\n"]))
 
 
 def named_event(kind: str, **fields: object) -> str:
@@ -45,8 +58,8 @@ def is_known(update: Update) -> bool:
 class Answer(Protocol):
     """Turns the updates of one call into its events. Used by its call alone."""
 
-    def events(self, update: Update) -> str:
-        """What an update tells the client: one event or several, or "" when there is nothing to tell yet."""
+    async def events(self, update: Update) -> list[Event]:
+        """What an update tells the client: one event or several, or none when there is nothing to tell yet."""
         ...
 
     def last_events(self, error: Exception | None) -> str:
@@ -89,9 +102,7 @@ class EventStream(Response):
                     if not begun:
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    text = self._events(update)
-                    if text:
-                        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+                    await _send(send, await self._events(update))
             rest = self._answer.last_events(None)
         except Exception as error:
             if not begun:
@@ -100,19 +111,31 @@ class EventStream(Response):
             rest = self._answer.last_events(error)
         await send({"type": "http.response.body", "body": rest.encode(), "more_body": False})
 
-    def _events(self, update: Update) -> str:
-        text = self._answer.events(update)
+    async def _events(self, update: Update) -> list[Event]:
+        events = await self._answer.events(update)
         if not self._resumable:
-            return text
+            return events
         choice = self._firsts[update.request_id] + update.index
         self._counts[choice] += len(update.token_ids)
-        return _with_id(text, f"{choice}:{self._counts[choice]}") if text else ""
+        # The last event of an update has the id, so that a receiver with the id has them all.
+        return [*events[:-1], f"id: {choice}:{self._counts[choice]}\n", *events[-1:]] if events else []
 
 
-def _with_id(events: str, event_id: str) -> str:
-    """Events of one update; the last of them gets the id, so that a receiver with the id has them all."""
-    last = events.rfind("\n\ndata: ") + 2 if "\n\ndata: " in events else 0  # JSON has no line ends
-    return f"{events[:last]}id: {event_id}\n{events[last:]}"
+async def _send(send: Send, events: Sequence[Event]) -> None:
+    """In one message what is small; what is large in parts, each when there is room for it."""
+    held: list[str] = []
+    for one in events:
+        if isinstance(one, str):
+            held.append(one)
+            continue
+        for number, part in enumerate(one):
+            body = "".join(held).encode() + part if held else part
+            held.clear()
+            if number:
+                await asyncio.sleep(0)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+    if held:
+        await send({"type": "http.response.body", "body": "".join(held).encode(), "more_body": True})
 
 
 class UsageCounter:

@@ -13,6 +13,7 @@ from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.conversation import render_chat, shown_tools
 from jaxserve.serve.http.door import Door
 from jaxserve.serve.http.errors import json_response
+from jaxserve.serve.http.pieces import json_answer
 from jaxserve.serve.http.requests import DetokenizeRequest, TokenizeRequest
 from jaxserve.serve.http.responses import (
     DetokenizeResponse,
@@ -41,7 +42,7 @@ def tokens_router(door: Door) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         """The ids of a prompt or of a conversation."""
         door.check_model(body.model)
-        return json_response(await door.engine.run(functools.partial(_tokenize, door, body)))
+        return await json_answer(door.turns, await door.engine.run(functools.partial(_tokenize, door, body)))
 
     @router.post("/detokenize", response_model=DetokenizeResponse, tags=["Text"])
     async def detokenize(body: DetokenizeRequest) -> Response:
