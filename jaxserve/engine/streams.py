@@ -104,12 +104,14 @@ class AsyncEngine(Generic[E_co]):
         self._readers: dict[asyncio.AbstractEventLoop, _Readers] = {}  # of the loops that have running streams
         engine.watch_deliveries(self._flush)
 
-    async def run(self, work: Callable[[], T], *, prompts: int = 0, n: int = 1, tenant: str | None = None) -> T:
+    async def run(
+        self, work: Callable[[], T], *, prompts: int = 0, n: int = 1, tenant: str | None = None, owner: str = ""
+    ) -> T:
         """The result of `work`, done on a thread of its own; such as `lambda: engine.prepare(prompt, sampling)`.
 
         `prompts`, `n`: of the call that this begins, which has a sequence for each of both; 0: it begins none. What
         there is no room for is refused here, before anything is encoded or made for a sequence. `tenant`: whose call it
-        is; None: one that was accepted elsewhere, or of which nothing is counted.
+        is; None: one that was accepted elsewhere, or of which nothing is counted. `owner`: see `RequestOptions`.
 
         Raises what `work` raises, EngineStopped after `close` or once the engine has died, InvalidRequest for a call
         that could never be taken, QueueFull when as much waits as may wait at all, and TenantLimited.
@@ -225,7 +227,7 @@ class AsyncEngine(Generic[E_co]):
         form = self.engine.model.embedding.form(dimensions, normalize)
         sampling = pooling_params(truncate_prompt_tokens)
         options = dataclasses.replace(options, pooling=True)
-        request = await self.run(lambda: self.engine.prepare(prompt, sampling, options))
+        request = await self.run(lambda: self.engine.prepare(prompt, sampling, options), owner=options.owner)
         async with contextlib.aclosing(self.stream(request)) as updates:
             async for update in updates:
                 if update.prompt is not None:
@@ -248,7 +250,8 @@ class AsyncEngine(Generic[E_co]):
 
         waiting = [one for one in judgements if one.sampling is not None]
         while waiting:
-            requests = await self.run(functools.partial(list, map(ask, waiting)), prompts=len(waiting))
+            encode = functools.partial(list, map(ask, waiting))
+            requests = await self.run(encode, prompts=len(waiting), owner=options.owner)
             asked = {request.request_id: one for request, one in zip(requests, waiting, strict=True)}
             async with contextlib.aclosing(self.stream(*requests)) as updates:
                 async for update in updates:

@@ -231,6 +231,7 @@ def served(
     handoff: HandoffSetup | None = None,
     weights: ChangesWeights | None = None,
     adapters_dir: str | None = None,
+    salt_by_key: bool = True,
 ) -> Iterator[Served]:
     """Serves on a free port, on a thread of its own, until the block ends."""
     ready = threading.Event()
@@ -240,6 +241,7 @@ def served(
         http=http_config,
         admin_tokens_file=admin_tokens_file,
         tenants=tenants,
+        salt_by_key=salt_by_key,
     )
 
     async def main() -> int:

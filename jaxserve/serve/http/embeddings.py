@@ -14,8 +14,10 @@ from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.completions import list_prompts
 from jaxserve.serve.http.door import Door, check_answered, follow, prepare, trace_of
 from jaxserve.serve.http.errors import json_response
+from jaxserve.serve.http.keys import owner_of
 from jaxserve.serve.http.requests import EmbeddingRequest
 from jaxserve.serve.http.responses import Embedding, EmbeddingResponse, Usage
+from jaxserve.serve.owners import Owner
 
 
 def embeddings_router(door: Door) -> APIRouter:
@@ -31,6 +33,7 @@ def embeddings_router(door: Door) -> APIRouter:
             door.engine.engine.model.embedding.form(body.dimensions, body.normalize),
             body.truncate_prompt_tokens,
             tenant=body.user or "",
+            owner=owner_of(call),
             traceparent=trace_of(call),
             adapter=name,
         )
@@ -60,14 +63,15 @@ async def _embed(
     truncate_prompt_tokens: int | None,
     *,
     tenant: str,
+    owner: Owner,
     traceparent: str,
     adapter: str | None,
 ) -> list[_Vector]:
     """One vector in that form for each prompt. Raises as `AsyncEngine.stream` and `AnyEngine.prepare` do."""
     sampling = pooling_params(truncate_prompt_tokens)
-    options = RequestOptions(tenant=tenant, traceparent=traceparent, pooling=True, adapter=adapter)
+    options = owner.sign(RequestOptions(tenant=tenant, traceparent=traceparent, pooling=True, adapter=adapter))
     make = functools.partial(door.engine.engine.prepare, sampling=sampling, options=options)
-    requests = await prepare(door, [functools.partial(make, prompt) for prompt in prompts], tenant=tenant)
+    requests = await prepare(door, [functools.partial(make, prompt) for prompt in prompts], tenant=tenant, owner=owner)
     found: dict[str, list[float]] = {}
     async with follow(door, requests) as updates:
         async for update in updates:
