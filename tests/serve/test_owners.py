@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from handoff_parts import TOKENS, secret_file
+from handoff_parts import server as handoff_server
 from route_parts import routed
 from serve_parts import (
     LONG,
@@ -362,6 +364,32 @@ def test_owners_behind_a_router(
         if servers_have_keys:
             with over_grpc(server.address, ALICE) as direct:
                 assert direct.complete(PROMPT, SHORT, timeout_s=WAIT_S).num_cached_tokens > 0
+
+
+def test_a_prompt_that_is_computed_apart_is_that_of_its_owner(keys: str, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(ROUTER)
+    secret, prompt = secret_file(tmp_path), list(TOKENS)
+    access = {"prefill_above": 15, "token_file": str(tmp_path / "token")}
+    with (
+        handoff_server("prefill", secret, tokens_file=keys) as (first, _),
+        handoff_server("decode", secret, tokens_file=keys) as (second, _),
+        routed(first.address, second.address, access=access, tokens_file=keys) as router,
+        over_grpc(router.address, ALICE) as alice,
+        over_grpc(router.address, BOB) as bob,
+    ):
+
+        def is_found(client: Client) -> bool:
+            """Whether the pages came from the other server, or were here."""
+            return client.complete(prompt, SHORT, timeout_s=WAIT_S).num_cached_tokens > 0
+
+        def computed() -> int:
+            return first.engine.stats[0].totals().prompt_tokens
+
+        wait_until(lambda: alice.load(timeout_s=WAIT_S).num_replicas == 2, "both servers have said their roles")
+        assert is_found(alice), "its pages come from the server that has computed them"
+        before = computed()
+        assert is_found(alice) and computed() == before, "its pages are here"
+        assert is_found(bob) and computed() > before, "another's are not, and its own come"
 
 
 def test_a_router_tells_prompts_of_owners_apart() -> None:
