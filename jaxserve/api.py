@@ -330,13 +330,15 @@ class RequestOptions:
     """The options of a request beside its prompt and its sampling. Checked by `Engine.prepare`.
 
     Attributes:
-      request_id: unique among live requests, for aborts and logs; None takes the next number.
+      request_id: unique among live requests, for aborts and logs; None takes the next number. A door whose callers
+        may not reach each other's requests makes it by `own_id`.
       priority: smaller is served first; refused unless the policy reads it, as `priority`, `preemptive` and `fair` do.
       cache_salt: requests share prefix pages only with the same salt.
       tenant: for policies that share between tenants, as `fair` does; others ignore it.
       owner: whose request it is, as the door that took it knows (a digest of a key, an address); never the caller's to
         say. What callers share is divided between owners. Empty: that of the process itself.
       owner_weight: how many parts its owner has where others have one. Positive.
+      owner_salt: beside `cache_salt`, from the door: owners of different salts share no prefix pages. Empty: none.
       ttft_target_s, tpot_target_s: seconds to the first token and for each after it, for policies that mind, as `slo`
         does; others ignore them. None: those of the engine.
       add_special_tokens: False for text that already has them, such as a rendered chat.
@@ -355,6 +357,7 @@ class RequestOptions:
     tenant: str = ""
     owner: str = ""
     owner_weight: float = 1.0
+    owner_salt: str = ""
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     add_special_tokens: bool = True
@@ -367,6 +370,23 @@ class RequestOptions:
 
 
 NO_OPTIONS = RequestOptions()
+
+ID_END = "\x1f"  # ends the name of a scope at the beginning of an id: no caller may send it
+
+
+def own_id(scope: str, request_id: str) -> str:
+    """The id of a request within a scope, such as an owner's: the same `request_id` of two scopes is two ids.
+
+    `scope` empty: the id itself.
+    """
+    return f"{scope}{ID_END}{request_id}" if scope else request_id
+
+
+def shown_id(request_id: str) -> str:
+    """An id as its caller knows it, for answers and logs: without a scope."""
+    return request_id.rpartition(ID_END)[2]
+
+
 _NOTHING = Known()
 
 

@@ -116,6 +116,11 @@ def salts_agree(cache_salt: str, asked: str) -> bool:
     return cache_salt == asked or cache_salt.startswith(asked + SALT_END)
 
 
+def callers_salt(cache_salt: str) -> str:
+    """The caller's own salt, of which that of a request was made: by it callers and operators name pages."""
+    return cache_salt.partition(SALT_END)[0]
+
+
 def root_key(namespace: str, cache_salt: str, block: str) -> bytes:
     """The key before the first block.
 

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import pytest
 
 from jaxserve.assemble import Device, assemble
-from jaxserve.assemble.page_store import PageStore, PageStores
+from jaxserve.assemble.page_store import PageKeys, PageStore, PageStores
 from jaxserve.config import load_config
 from jaxserve.config.schema import EventsConfig, StoreConfig
+from jaxserve.content import private_salt
 from jaxserve.errors import ConfigError
 from jaxserve.kv.memory_store import MemoryStore
 from jaxserve.kv.names import scope_of
@@ -128,6 +129,15 @@ def test_replicas_share_a_store_and_the_last_of_them_closes_it(secret_file: str)
     assert (shared.num_closes, apart.num_closes) == (1, 1)
     third.close()
     assert apart.num_closes == 1
+
+
+def test_pages_of_a_callers_salt_have_one_scope_whatever_is_added_to_it() -> None:
+    """Who flushes them names that salt alone."""
+    keys = PageKeys(SECRET, PageLayout(namespace="n", dtype="uint8", shape=(1,), element_bytes=1, page_bytes=1))
+    plain, added, other = (
+        keys.key(StoreKey(salt, bytes(32))) for salt in ("salt", private_salt("salt", "owner=ab"), "salt2")
+    )
+    assert plain[:16] == added[:16] == scope_of(SECRET, "salt") != other[:16]
 
 
 def test_a_directory_is_closed_with_its_threads_and_its_own_secret_keys_the_names(tmp_path: Path) -> None:

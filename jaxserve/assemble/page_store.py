@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from jaxserve import __version__
 from jaxserve.config.schema import Config, StoreConfig
 from jaxserve.config.secret_files import read_secret
+from jaxserve.content import callers_salt
 from jaxserve.errors import ConfigError
 from jaxserve.kv.names import page_key, scope_of
 from jaxserve.kv.page_format import PageLayout, layout_digest
@@ -185,9 +186,10 @@ class PageKeys:
         self._layout = layout_digest(layout)
 
     def key(self, page: StoreKey) -> bytes:
-        """See `names.page_key`."""
+        """See `names.page_key`. The scope is that of the caller's own salt, by which pages are flushed; the content
+        follows from the whole salt."""
         content = hashlib.blake2b(page.content, key=self._layout, digest_size=32, person=b"page in layout").digest()
-        return page_key(self.scope_of(page.salt), content)
+        return page_key(self.scope_of(callers_salt(page.salt)), content)
 
 
 def _canonical_layout(form: SlotForm, namespace: str) -> PageLayout:

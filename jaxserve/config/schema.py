@@ -525,7 +525,9 @@ class GrpcConfig(Section):
         default=None, description="PEM file of authorities; clients must show a certificate that one has signed."
     )
     tokens_file: str | None = pydantic.Field(
-        default=None, description="File of bearer tokens, one a line; every method but health needs one. Null: open."
+        default=None,
+        description="File of bearer tokens, one a line, as api_keys_file of serve.http; every method but health needs "
+        "one. The token of a router has role=router behind it. Null: open.",
     )
     max_message_bytes: int = pydantic.Field(
         default=4 * 2**20, ge=1024, le=2**31 - 1, description="Most bytes of a message from a client."
@@ -568,7 +570,9 @@ class HttpConfig(Section):
         default=None, description="PEM file of authorities; clients must show a certificate that one has signed."
     )
     api_keys_file: str | None = pydantic.Field(
-        default=None, description="File of keys, one a line; every route but health then needs one. Null: open to all."
+        default=None,
+        description="File of keys, one a line; every route but health then needs one. weight=4 behind a key gives it "
+        "four parts of what callers share where others have one. Null: open to all.",
     )
     cors_origins: list[str] = pydantic.Field(
         default=[], description="Origins of web pages that may call from a browser; '*' is all, [] is none."
@@ -720,6 +724,12 @@ class ServeConfig(Section):
         default=None,
         description="File of tokens, one a line, of which calls of operators need one (flush, size of the page pool, "
         "tiers off and on, weights, sleep, drain, profiles, settings; of a router: quarantine). Null: there are none.",
+    )
+    salt_by_key: bool = pydantic.Field(
+        default=True,
+        description="Requests of different keys (serve.http.api_keys_file, serve.grpc.tokens_file) share no cached "
+        "pages, so that nobody can find out by its speed whether another has sent a prompt; callers without a key "
+        "share theirs. False: all share all.",
     )
     drain_s: float = pydantic.Field(default=30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     degraded_below: float = pydantic.Field(

@@ -132,6 +132,8 @@ def prepare_request(
         reasons.append(f"prompt_len={len(token_ids)}")
     if adapter is not None:
         reasons.append(f"adapter={adapter.digest.hex()}")
+    if options.owner_salt:
+        reasons.append(f"owner={options.owner_salt}")
     request = Request(
         request_id=request_id if options.request_id is None else options.request_id,
         prompt_token_ids=token_ids,

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxserve.api import FinishReason, Request, TokenEvent
+from jaxserve.api import FinishReason, Request, TokenEvent, shown_id
 from jaxserve.engine.commands import Abort, Submit
 from jaxserve.engine.outputs import LiveRequest, Update
 from jaxserve.engine.stats import EngineStats, RequestTimes
@@ -75,12 +75,12 @@ class LiveRequests:
             self._decline(command, error)
             return None
         except Exception as error:  # a defect of the tokenizer costs the request that met it
-            logger.exception("request %r failed", request_id)
+            logger.exception("request %r failed", shown_id(request_id))
             self._decline(command, JaxserveError(f"the prompt could not be decoded: {error!r}"))
             return None
         if request_id in self.by_id:
             if command.request.resume is None:
-                error = InvalidRequest(f"a request with id {request_id!r} is live already; choose another")
+                error = InvalidRequest(f"a request with id {shown_id(request_id)!r} is live already; choose another")
                 self._decline(command, error)
                 return None
             self._end(self.by_id[request_id], None, FinishReason.ABORT)  # itself, on a connection that has been lost
@@ -214,7 +214,7 @@ class LiveRequests:
 
     def _break(self, live: LiveRequest, error: Exception) -> None:
         request_id = live.request.request_id
-        logger.error("request %r failed", request_id, exc_info=error)
+        logger.error("request %r failed", shown_id(request_id), exc_info=error)
         if self.by_id.get(request_id) is live:  # its last update may be what failed, and its id another's by now
             self._scheduler.abort(request_id)
             self._remove(live)

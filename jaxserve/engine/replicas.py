@@ -25,6 +25,7 @@ from jaxserve.api import (
     Resume,
     ResumeReason,
     SamplingParams,
+    shown_id,
 )
 from jaxserve.engine.base import ASLEEP, NOTHING_PENDING, Load, Pending, refusal_of
 from jaxserve.engine.engine import Engine
@@ -248,7 +249,8 @@ class EngineGroup:
                 raise self._refusal()
             if (same := self._routed.get(request.request_id)) is not None:
                 if request.resume is None:
-                    raise InvalidRequest(f"a request with id {request.request_id!r} is live already; choose another")
+                    name = shown_id(request.request_id)
+                    raise InvalidRequest(f"a request with id {name!r} is live already; choose another")
                 ended = same if self._abort(same) else None  # itself, on a connection that has been lost
             self._place(routed)
             self._routed[request.request_id] = routed

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from jaxserve.api import FinishReason, PromptInfo, Request, Resume, ResumeReason
+from jaxserve.api import FinishReason, PromptInfo, Request, Resume, ResumeReason, shown_id
 from jaxserve.engine.histogram import SECONDS, TOKENS, Histogram, HistogramSnapshot
 from jaxserve.sched.adapter_slots import AdapterCounts
 from jaxserve.sched.base import BucketCounts, Scheduler
@@ -472,7 +472,7 @@ class EngineStats:
         prompt_tokens = len(times.request.prompt_token_ids)
         drafts = [found for one in sequences if (found := one.drafts) is not None]
         stats = RequestStats(
-            times.request.request_id,
+            shown_id(times.request.request_id),
             now_s,
             reason,
             prompt_tokens,

@@ -120,7 +120,7 @@ class AsyncEngine(Generic[E_co]):
 
         `prompts`, `n`: of the call that this begins, which has a sequence for each of both; 0: it begins none. What
         there is no room for is refused here, before anything is encoded or made for a sequence. `tenant`: whose call it
-        is; None: one that was accepted elsewhere, or of which nothing is counted. `owner`: as `Request.owner`.
+        is; None: one that was accepted elsewhere, or of which nothing is counted. `owner`: see `RequestOptions`.
 
         Raises what `work` raises, EngineStopped after `close` or once the engine has died, InvalidRequest for a call
         that could never be taken, QueueFull when as much waits as may wait at all, and TenantLimited.
@@ -289,8 +289,8 @@ class AsyncEngine(Generic[E_co]):
 
         waiting = [one for one in judgements if one.sampling is not None]
         while waiting:
-            work = functools.partial(list, map(ask, waiting))
-            requests = await self.run(work, prompts=len(waiting), owner=options.owner)
+            encode = functools.partial(list, map(ask, waiting))
+            requests = await self.run(encode, prompts=len(waiting), owner=options.owner)
             asked = {request.request_id: one for request, one in zip(requests, waiting, strict=True)}
             async with contextlib.aclosing(self.stream(*requests)) as updates:
                 async for update in updates:

@@ -4,7 +4,7 @@ A request that can never run is refused at once, with the reason. A request that
 since each of its sequences fits when it is alone on the device.
 """
 
-from jaxserve.api import Request
+from jaxserve.api import Request, shown_id
 from jaxserve.errors import CapacityError, InvalidRequest, PromptTooLong, RequestRejected
 from jaxserve.sched.plan import Limits
 
@@ -97,7 +97,7 @@ def check_fits(request: Request, limits: Limits, budget: StepBudget, chunked_pre
 
     `num_grantable`: pages that are given out, of those of the limits.
     """
-    who, prompt_len = f"request {request.request_id!r}", len(request.prompt_token_ids)
+    who, prompt_len = f"request {shown_id(request.request_id)!r}", len(request.prompt_token_ids)
     if prompt_len == 0:
         raise InvalidRequest(f"{who} has an empty prompt; give at least one token")
     if request.max_tokens < 1 and not request.pooling:

@@ -29,7 +29,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 
-from jaxserve.api import FinishReason, Request, TokenEvent, TokenLogprobs
+from jaxserve.api import FinishReason, Request, TokenEvent, TokenLogprobs, shown_id
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.sched.adapter_slots import AdapterSlots
 from jaxserve.sched.base import CacheState, Flushed, MayWait
@@ -125,7 +125,8 @@ class ContinuousScheduler:
     def add(self, request: Request) -> None:
         """Takes a request. Raises InvalidRequest, PromptTooLong or RequestRejected; then nothing has changed."""
         if request.request_id in self._groups:
-            raise InvalidRequest(f"a request with id {request.request_id!r} is live; ids must be unique among those")
+            name = shown_id(request.request_id)
+            raise InvalidRequest(f"a request with id {name!r} is live; ids must be unique among those")
         check_fits(request, self.limits, self._budget, self._chunked, self.memory.most_for(request))
         self.encoder.check_fits(request)
         assert request.adapter is None or self.limits.adapter_slots, "the engine has no adapters without slots for them"

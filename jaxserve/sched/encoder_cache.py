@@ -20,7 +20,7 @@ import collections
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jaxserve.api import Request
+from jaxserve.api import Request, shown_id
 from jaxserve.content import Picture, salts_agree
 from jaxserve.errors import RequestRejected
 from jaxserve.sched.draft import DraftChunk
@@ -80,8 +80,9 @@ class EncoderCache:
         for number, (picture, _) in enumerate(request.pictures, start=1):
             if self.pool.pages_of(picture.num_tokens) > self.pool.num_pages:
                 room = self.pool.num_pages * self.pool.page_size
+                name = shown_id(request.request_id)
                 raise RequestRejected(
-                    f"picture {number} of request {request.request_id!r} has {picture.num_tokens} tokens, but the pool "
+                    f"picture {number} of request {name!r} has {picture.num_tokens} tokens, but the pool "
                     f"of the encoder holds {room}; send a smaller one"
                 )
 

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from jaxserve.errors import InvalidRequest, MessagesFull, Status
 from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, reason_of
-from jaxserve.serve.shared_room import SharedRoom
+from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.serve.status import GRPC_CODES, public_message, status_of
 from jaxserve.serve.status_details import details_of
 

@@ -25,7 +25,7 @@ from jaxserve.serve.grpc_access import BearerTokens, owner_of
 from jaxserve.serve.grpc_admin import AdminService, RouterAdminService
 from jaxserve.serve.grpc_errors import TypedErrors
 from jaxserve.serve.handoff_service import HANDOFF_NAME, HandoffService
-from jaxserve.serve.keys import KnownKeys, read_keys
+from jaxserve.serve.keys import KnownKeys, read_listed_keys
 from jaxserve.serve.ports import GRPC, HeldPort
 from jaxserve.serve.tls import Certificates
 
@@ -96,7 +96,7 @@ class GrpcServer:
         interceptors: list[grpc.aio.ServerInterceptor] = []
         known = None
         if config.tokens_file is not None:
-            known = KnownKeys(read_keys(config.tokens_file, "serve.grpc.tokens_file"))
+            known = KnownKeys(key.secret for key in read_listed_keys(config.tokens_file, "serve.grpc.tokens_file"))
         if known is not None or admins is not None:
             interceptors.append(BearerTokens(known, admins, counts))
         interceptors.append(

@@ -28,6 +28,7 @@ from jaxserve.errors import DeadlineExceeded, InvalidRequest, JaxserveError, Uns
 from jaxserve.serve.convert import abort_from_proto, refuse_unknown_fields, resume_from_proto, sampling_from_proto
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
+from jaxserve.serve.owners import PROCESS, Owner, Owners
 from jaxserve.serve.replies import Chunks, Replies
 from jaxserve.text import Tokenizer, check_special_text, encode_chat
 
@@ -50,26 +51,37 @@ class InferenceService(pb_grpc.InferenceServicer):
     """The methods. Used on one event loop, which alone mutates it. They raise typed errors."""
 
     def __init__(
-        self, engine: AsyncEngine[AnyEngine], *, refuse_special_text: bool = False, receive: Receive | None = None
+        self,
+        engine: AsyncEngine[AnyEngine],
+        *,
+        refuse_special_text: bool = False,
+        receive: Receive | None = None,
+        owners: Owners | None = None,
     ) -> None:
-        """`refuse_special_text`: as in `GrpcConfig`. `receive`: see `generate_replies`."""
+        """`refuse_special_text`: as in `GrpcConfig`. `receive`: see `generate_replies`. `owners`: of the calls; None:
+        all are the process's own."""
         self._engine = engine
+        self._owners = owners
         self._receive = receive
         self._refuse_special_text = refuse_special_text
         self._num_live = 0
-        self._early: dict[str, _Early] = {}  # requests that have an id and that the engine does not know yet
+        self._early: dict[str, _Early] = {}  # by `Owner.own`: those with an id that the engine does not know yet
 
     @property
     def num_live(self) -> int:
         """Generate calls that have not ended."""
         return self._num_live
 
+    def _owner_of(self, context: grpc.aio.ServicerContext) -> Owner:
+        return PROCESS if self._owners is None else self._owners.of_call(context)
+
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Streams one request. A cancel, whatever its cause, arrives as CancelledError."""
-        request_id, early = request.request_id, _Early()
+        owner, early = self._owner_of(context), _Early()
+        request_id = owner.own(request.request_id) if request.request_id else ""
         if request_id in self._early:
             if not request.HasField("resume"):
-                raise InvalidRequest(f"a request with id {request_id!r} is live already; choose another")
+                raise InvalidRequest(f"a request with id {request.request_id!r} is live already; choose another")
             self._early[request_id].aborted = True  # itself, on a connection that has been lost
         if request_id:
             self._early[request_id] = early
@@ -84,6 +96,7 @@ class InferenceService(pb_grpc.InferenceServicer):
                 is_aborted=lambda: self._hand_over(request_id, early),
                 refuse_special_text=self._refuse_special_text,
                 receive=self._receive,
+                owner=owner,
             )
             async with contextlib.aclosing(replies):
                 async for reply in replies:
@@ -101,14 +114,18 @@ class InferenceService(pb_grpc.InferenceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         """Ids of a text or a chat, as `Generate` would encode it."""
         refuse_special_text = self._refuse_special_text
-        token_ids = await self._engine.run(lambda: _tokenize(self._engine, request, refuse_special_text))
+        token_ids = await self._engine.run(
+            lambda: _tokenize(self._engine, request, refuse_special_text), owner=self._owner_of(context).id
+        )
         return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._engine.engine.model.max_model_len)
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
         """Text of ids."""
-        return pb.DetokenizeResponse(text=await self._engine.run(lambda: _detokenize(self._engine.engine, request)))
+        owner = self._owner_of(context)
+        text = await self._engine.run(lambda: _detokenize(self._engine.engine, request), owner=owner.id)
+        return pb.DetokenizeResponse(text=text)
 
     async def GetModel(self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext) -> pb.GetModelResponse:
         """The model that is served, and its limits."""
@@ -137,8 +154,9 @@ class InferenceService(pb_grpc.InferenceServicer):
         )
 
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
-        """Ends requests by id; within one step their memory is free."""
-        for request_id in abort_from_proto(request):
+        """Ends requests of the caller by id; within one step their memory is free."""
+        owner = self._owner_of(context)
+        for request_id in map(owner.own, abort_from_proto(request)):
             if request_id in self._early:
                 self._early[request_id].aborted = True
             self._engine.engine.abort(request_id)
@@ -154,18 +172,19 @@ async def generate_replies(
     is_aborted: Callable[[], bool] = lambda: False,
     refuse_special_text: bool = False,
     receive: Receive | None = None,
+    owner: Owner = PROCESS,
 ) -> AsyncGenerator[pb.GenerateResponse, None]:
     """The messages that answer one request, for every door that speaks them.
 
     `remaining_s` until the deadline of the call, None without one. `is_aborted` is called once, just before the
     request is submitted: from then on aborts go to the engine. Close it, rather than drop it, to end the request at
     once. `refuse_special_text`: as in `GrpcConfig`. `receive` hears of every request, and gets the pages of one
-    with a ticket; None refuses such requests. Raises the typed errors of `AsyncEngine.stream`, and InvalidRequest
-    or a similar error for a message that cannot be taken.
+    with a ticket; None refuses such requests. `owner`: whose request it is. Raises the typed errors of
+    `AsyncEngine.stream`, and InvalidRequest or a similar error for a message that cannot be taken.
     """
     if message.ticket and receive is None:
         raise UnsupportedOption("the request has a ticket, and this server takes no pages of others; leave it out")
-    prepared = await prepare_message(async_engine, message, remaining_s, traceparent, refuse_special_text)
+    prepared = await prepare_message(async_engine, message, remaining_s, traceparent, refuse_special_text, owner=owner)
     replies, chunks = Replies(prepared, message.echo), Chunks(message.chunk_tokens)
     async with contextlib.AsyncExitStack() as stack:
         holds = bool(message.ticket)
@@ -198,16 +217,19 @@ async def prepare_message(
     remaining_s: float | None,
     traceparent: str = "",
     refuse_special_text: bool = False,
+    *,
+    owner: Owner = PROCESS,
 ) -> Request:
     """The request of a message, encoded on a thread of its own. Arguments and errors as of `generate_replies`."""
     arrived_s = time.monotonic()
     if message.sampling.HasField("truncate_prompt_tokens"):
         async_engine.check_text(message.text, *(each.content for each in message.chat.messages))
     return await async_engine.run(
-        lambda: _prepare(async_engine.engine, message, arrived_s, remaining_s, traceparent, refuse_special_text),
+        lambda: _prepare(async_engine.engine, message, arrived_s, remaining_s, traceparent, refuse_special_text, owner),
         prompts=1,
         n=message.sampling.n or 1,
         tenant=None if message.resume.sequences else message.tenant,
+        owner=owner.id,
     )
 
 
@@ -218,6 +240,7 @@ def _prepare(
     remaining_s: float | None,
     traceparent: str,
     refuse_special_text: bool,
+    owner: Owner,
 ) -> Request:
     """Takes as long as encoding takes. Raises InvalidRequest and its kin."""
     refuse_unknown_fields(message)
@@ -228,18 +251,20 @@ def _prepare(
     return engine.prepare(
         _prompt(engine, message, refuse_special_text),
         sampling_from_proto(message.sampling),
-        RequestOptions(
-            request_id=message.request_id or uuid.uuid4().hex,
-            priority=message.priority,
-            cache_salt=message.cache_salt,
-            tenant=message.tenant,
-            adapter=message.model or None,
-            ttft_target_s=message.ttft_target_s if message.HasField("ttft_target_s") else None,
-            tpot_target_s=message.tpot_target_s if message.HasField("tpot_target_s") else None,
-            timeout_s=_time_left_s(message, arrived_s, remaining_s),
-            traceparent=traceparent,
-            echo=message.echo,
-            resume=resume_from_proto(message.resume) if message.HasField("resume") else None,
+        owner.sign(
+            RequestOptions(
+                request_id=message.request_id or uuid.uuid4().hex,
+                priority=message.priority,
+                cache_salt=message.cache_salt,
+                tenant=message.tenant,
+                adapter=message.model or None,
+                ttft_target_s=message.ttft_target_s if message.HasField("ttft_target_s") else None,
+                tpot_target_s=message.tpot_target_s if message.HasField("tpot_target_s") else None,
+                timeout_s=_time_left_s(message, arrived_s, remaining_s),
+                traceparent=traceparent,
+                echo=message.echo,
+                resume=resume_from_proto(message.resume) if message.HasField("resume") else None,
+            )
         ),
     )
 

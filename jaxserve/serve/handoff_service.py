@@ -24,6 +24,7 @@ from jaxserve.serve.grpc_service import prepare_message
 from jaxserve.serve.handoff import HandoffCounts, HandoffSetup
 from jaxserve.serve.handoff_receiver import HandoffReceiver, Receipt
 from jaxserve.serve.handoff_sender import HandoffSender
+from jaxserve.serve.owners import PROCESS, Owner, Owners
 
 T = TypeVar("T")
 
@@ -40,9 +41,14 @@ class HandoffService(pb_grpc.HandoffServicer):
     """
 
     def __init__(
-        self, engine: AsyncEngine[AnyEngine], setup: HandoffSetup, *, refuse_special_text: bool = False
+        self,
+        engine: AsyncEngine[AnyEngine],
+        setup: HandoffSetup,
+        *,
+        refuse_special_text: bool = False,
+        owners: Owners | None = None,
     ) -> None:
-        """Raises ConfigError. `refuse_special_text`: as in `GrpcConfig`."""
+        """Raises ConfigError. `refuse_special_text`, `owners`: as of `InferenceService`."""
         assert isinstance(engine.engine, Engine), "`check_handoff` refuses replicas"
         config = setup.config
         exchanger = Exchanger(engine.engine)
@@ -50,6 +56,7 @@ class HandoffService(pb_grpc.HandoffServicer):
         self._engine = engine
         self._config = config
         self._refuse_special_text = refuse_special_text
+        self._owners = owners
         self._sender = HandoffSender(setup, exchanger, self.counts) if config.role != "decode" else None
         self._receiver = HandoffReceiver(setup, exchanger, self.counts) if config.role != "prefill" else None
         self._num_prefills = 0  # that are computed, or wait for their ticket
@@ -92,9 +99,12 @@ class HandoffService(pb_grpc.HandoffServicer):
     async def Offer(self, request: pb.OfferRequest, context: grpc.aio.ServicerContext) -> pb.OfferResponse:
         """Refused while there is no room for one more request."""
         refuse_unknown_fields(request)
-        return pb.OfferResponse(seconds=self.offer(request.request_id))
+        return pb.OfferResponse(seconds=self.offer(request.request_id, self._owner_of(context)))
 
-    def offer(self, request_id: str) -> float:
+    def _owner_of(self, context: grpc.aio.ServicerContext) -> Owner:
+        return PROCESS if self._owners is None else self._owners.of_call(context)
+
+    def offer(self, request_id: str, owner: Owner = PROCESS) -> float:
         """Sets room aside for a request: for so many seconds. Raises QueueFull and its kin without room."""
         if self._receiver is None:
             raise UnsupportedOption("this server computes prompts and takes none of others (handoff.role is prefill)")
@@ -104,15 +114,17 @@ class HandoffService(pb_grpc.HandoffServicer):
         if not engine.accepting:
             raise refusal_of(engine.failure)
         engine.check_room(1, "", {"": offers.count()})  # whose request will come is not known yet
-        offers.take(request_id)
+        offers.take(owner.own(request_id))
         return offers.lease_s
 
     async def Prefill(self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext) -> pb.PrefillResponse:
         """Computes a prompt, and lends its pages."""
         refuse_unknown_fields(request)
-        return await self.prefill(request.request, context.time_remaining())
+        return await self.prefill(request.request, context.time_remaining(), self._owner_of(context))
 
-    async def prefill(self, message: inference_pb.GenerateRequest, remaining_s: float | None) -> pb.PrefillResponse:
+    async def prefill(
+        self, message: inference_pb.GenerateRequest, remaining_s: float | None, owner: Owner = PROCESS
+    ) -> pb.PrefillResponse:
         """`Prefill` of a request that came by another way. `remaining_s`: as for `generate_replies`."""
         sender = self._sender
         if sender is None:
@@ -122,7 +134,7 @@ class HandoffService(pb_grpc.HandoffServicer):
         self._num_prefills += 1
         try:
             prepared = await prepare_message(
-                self._engine, message, remaining_s, refuse_special_text=self._refuse_special_text
+                self._engine, message, remaining_s, refuse_special_text=self._refuse_special_text, owner=owner
             )
             return await self._prefill(sender, prepared)
         finally:

@@ -6,7 +6,7 @@ No message waits for further tokens once it is ready.
 import asyncio
 from collections.abc import Sequence
 
-from jaxserve.api import Request
+from jaxserve.api import Request, shown_id
 from jaxserve.engine import Update
 from jaxserve.serve.convert import FINISH_REASONS, logprobs_to_proto, prompt_info_to_proto
 from jaxserve.serve.gen import inference_pb2 as pb
@@ -76,7 +76,7 @@ class Replies:
         num_tokens, num_chars = self._offsets[update.index]
         self._offsets[update.index] = (num_tokens + len(update.token_ids), num_chars + len(update.text))
         reply = pb.GenerateResponse(
-            request_id=update.request_id,
+            request_id=shown_id(update.request_id),
             index=update.index,
             text=update.text,
             token_ids=update.token_ids,

@@ -19,6 +19,7 @@ from jaxserve.serve.descriptors import current_limit, raise_descriptor_limit, ro
 from jaxserve.serve.grpc_admin import RouterAdminService
 from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.keys import KnownKeys, read_keys
+from jaxserve.serve.owners import Owners
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.quarantine import Quarantine
 from jaxserve.serve.route_apart import Apart
@@ -67,7 +68,7 @@ async def route(
     pool = Pool(config.route, create_router(config.route.policy, options), resolve=resolve)
     quarantine = Quarantine(config.route.quarantine_s)
     limits = MoveLimits(config.route.retries, config.route.wait_s)
-    service = RouteService(pool, limits, Apart.of(config.route), quarantine)
+    service = RouteService(pool, limits, Apart.of(config.route), quarantine, Owners.of_grpc(config.serve))
     port = HeldPort(config.serve.host, config.serve.grpc.port, "--port")
     serving, counts = config.serve, DoorCounts()
     path = serving.admin_tokens_file

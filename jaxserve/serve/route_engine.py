@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from jaxserve.api import NO_OPTIONS, FinishReason, PromptInfo, Request, RequestOptions, SamplingParams
+from jaxserve.api import NO_OPTIONS, FinishReason, PromptInfo, Request, RequestOptions, SamplingParams, shown_id
 from jaxserve.content import Picture, PlacedPicture
 from jaxserve.engine import Load, ModelInfo, Prompt, Sink, Update, prepare_request
 from jaxserve.engine.base import NOTHING_PENDING, Pending
@@ -32,6 +32,7 @@ from jaxserve.serve.convert import (
     resume_to_proto,
 )
 from jaxserve.serve.gen import inference_pb2 as pb
+from jaxserve.serve.owners import Owner
 from jaxserve.serve.route_service import RouteService
 from jaxserve.serve.status import error_of_grpc
 from jaxserve.text import ChatTemplate, Tokenizer
@@ -46,9 +47,10 @@ _SAMPLE = "The answer is 1467.\n\tif x != 2: naïve façade, Größe, приве
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Routed(Request):
-    """A request with the message that servers get."""
+    """A request with the message that servers get, and whose it is."""
 
     message: pb.GenerateRequest = dataclasses.field(repr=False, compare=False)
+    signed_by: Owner
 
 
 class RouteEngine:
@@ -173,7 +175,7 @@ class RouteEngine:
             prepared.prompt_token_ids,
             dataclasses.replace(sampling, seed=prepared.seed, truncate_prompt_tokens=None),  # they are cut already
             CallOptions(
-                request_id=prepared.request_id,
+                request_id=shown_id(prepared.request_id),
                 priority=options.priority,
                 cache_salt=options.cache_salt,
                 tenant=options.tenant,
@@ -186,7 +188,7 @@ class RouteEngine:
         if options.resume is not None:
             message.resume.CopyFrom(resume_to_proto(options.resume))
         fields: dict[str, Any] = {field.name: getattr(prepared, field.name) for field in dataclasses.fields(prepared)}
-        return _Routed(**{**fields, "sampling": sampling}, message=message)
+        return _Routed(**{**fields, "sampling": sampling}, message=message, signed_by=Owner.of(options))
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Sends it to a server. What keeps it from an answer arrives at the sink."""
@@ -217,7 +219,7 @@ class RouteEngine:
         client = _HttpClient(request, deliver)
         error: JaxserveError | None = None
         try:
-            await self._service.Generate(request.message, client)
+            await self._service.forward(request.message, client, request.signed_by)
             if not client.has_all:
                 error = EngineStopped("the stream of a server ended before its last message; send the request again")
         except JaxserveError as raised:
@@ -240,6 +242,9 @@ class _Question:
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
 
+    def peer(self) -> str:
+        return ""
+
     def time_remaining(self) -> float | None:
         return None
 
@@ -259,6 +264,7 @@ class _HttpClient(_Question):
 
     def __init__(self, request: Request, deliver: Callable[[Update], None]) -> None:
         self._deliver = deliver
+        self._request_id = request.request_id
         self._trace = (("traceparent", request.traceparent),) if request.traceparent else ()
         self._prompt: PromptInfo | None = None  # for sequences that have not begun
         self._begun: set[int] = set()
@@ -281,7 +287,7 @@ class _HttpClient(_Question):
         which, usage = message.WhichOneof("stop_reason"), message.usage
         self._deliver(
             Update(
-                request_id=message.request_id,
+                request_id=self._request_id,
                 index=message.index,
                 token_ids=tuple(message.token_ids),
                 text=message.text,

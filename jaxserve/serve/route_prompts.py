@@ -24,8 +24,10 @@ _ELSEWHERE = (*_GONE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.DEADLI
 class PoolPrompts:
     """The `PromptServers` of a pool."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, metadata: tuple[tuple[str, str], ...]) -> None:
+        """`metadata`: of the calls of one request."""
         self._pool = pool
+        self._metadata = metadata
 
     async def offer(self, backend: Backend, request_id: str) -> bool:
         """Sets room aside at the server that is to answer. False: it takes no handoffs.
@@ -34,7 +36,7 @@ class PoolPrompts:
         """
         offer = handoff_pb.OfferRequest(request_id=request_id)
         try:
-            await backend.handoff.Offer(offer, timeout=_OFFER_S, metadata=self._pool.metadata)
+            await backend.handoff.Offer(offer, timeout=_OFFER_S, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() in (*_GONE, grpc.StatusCode.RESOURCE_EXHAUSTED):
                 raise
@@ -50,7 +52,7 @@ class PoolPrompts:
         if source is None:
             return None
         asked = handoff_pb.PrefillRequest(request=request)
-        call = source.handoff.Prefill(asked, timeout=timeout_s, metadata=self._pool.metadata)
+        call = source.handoff.Prefill(asked, timeout=timeout_s, metadata=self._metadata)
         watch = asyncio.create_task(source.parting.cancel(call))
         try:
             with self._pool.carrying(key, source):

@@ -18,12 +18,14 @@ import grpc
 from google.protobuf.message import Message
 
 from jaxserve.api import ResumeReason
+from jaxserve.content import private_salt
 from jaxserve.errors import Draining, EngineStopped, InvalidRequest, QueueFull
 from jaxserve.routing import PromptKey, key_of_text, key_of_tokens
 from jaxserve.serve.convert import abort_from_proto, refuse_unknown_fields
 from jaxserve.serve.gen import handoff_pb2 as handoff_pb
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
+from jaxserve.serve.owners import PROCESS, Owner, Owners
 from jaxserve.serve.quarantine import Quarantine
 from jaxserve.serve.received import Received
 from jaxserve.serve.route_apart import Apart, Missed
@@ -55,6 +57,10 @@ class Caller(Protocol):
 
     def invocation_metadata(self) -> Any:
         """The names and values that came with the call, in pairs, or None."""
+        ...
+
+    def peer(self) -> str:
+        """The address of the caller, as gRPC writes it."""
         ...
 
     def time_remaining(self) -> float | None:
@@ -113,12 +119,16 @@ class RouteCounts:
 class RouteService(pb_grpc.InferenceServicer):
     """The methods. Used on one event loop, which alone mutates it."""
 
-    def __init__(self, pool: Pool, limits: MoveLimits, apart: Apart, quarantine: Quarantine) -> None:
+    def __init__(
+        self, pool: Pool, limits: MoveLimits, apart: Apart, quarantine: Quarantine, owners: Owners | None = None
+    ) -> None:
+        """`owners`: of the calls over gRPC; None: all are the process's own."""
         self._pool = pool
+        self._owners = owners
         self._limits = limits
         self._apart = apart
         self._quarantine = quarantine
-        self._live: dict[str, _Forward] = {}
+        self._live: dict[str, _Forward] = {}  # by `Owner.own`
         self._accepting = True
         self.counts = RouteCounts()
 
@@ -141,8 +151,15 @@ class RouteService(pb_grpc.InferenceServicer):
         for forward in self._live.values():
             forward.end()
 
+    def _owner_of(self, context: Caller) -> Owner:
+        return PROCESS if self._owners is None else self._owners.of_call(context)
+
     async def Generate(self, request: pb.GenerateRequest, context: Caller) -> None:
         """Forwards one request. Raises typed errors; a cancel, whatever its cause, is passed on to the replica."""
+        await self.forward(request, context, self._owner_of(context))
+
+    async def forward(self, request: pb.GenerateRequest, context: Caller, owner: Owner) -> None:
+        """`Generate` for this owner."""
         if not self._accepting:
             raise Draining("the router takes no more requests: it is shutting down")
         self._quarantine.check(request)
@@ -150,17 +167,20 @@ class RouteService(pb_grpc.InferenceServicer):
         request.request_id = request.request_id or uuid.uuid4().hex
         if not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(63)
-        if (same := self._live.get(request.request_id)) is not None:
+        name = owner.own(request.request_id)
+        if (same := self._live.get(name)) is not None:
             if not request.HasField("resume"):
                 raise InvalidRequest(f"a request with id {request.request_id!r} is live already; choose another")
             same.end()  # itself, on a connection that has been lost
-        forward = _Forward(self._pool, request, context, self._limits, self._apart, self._quarantine, self.counts)
-        self._live[request.request_id] = forward
+        forward = _Forward(
+            self._pool, request, context, owner, self._limits, self._apart, self._quarantine, self.counts
+        )
+        self._live[name] = forward
         try:
             await forward.run()
         finally:
-            if self._live.get(request.request_id) is forward:
-                del self._live[request.request_id]
+            if self._live.get(name) is forward:
+                del self._live[name]
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Caller) -> pb.TokenizeResponse:
         """Answered by any replica: they serve the same model."""
@@ -189,13 +209,16 @@ class RouteService(pb_grpc.InferenceServicer):
         return total
 
     async def Abort(self, request: pb.AbortRequest, context: Caller) -> pb.AbortResponse:
-        """Ends requests that came through this router."""
-        forwards = [self._live[request_id] for request_id in abort_from_proto(request) if request_id in self._live]
+        """Ends requests of the caller that came through this router."""
+        owner = self._owner_of(context)
+        names = [owner.own(request_id) for request_id in abort_from_proto(request)]
+        forwards = [self._live[name] for name in names if name in self._live]
         await asyncio.gather(*(forward.abort() for forward in forwards))
         return pb.AbortResponse()
 
     async def _ask_any(self, method: Callable[[pb_grpc.InferenceStub], Any], request: Message, context: Caller) -> Any:
         """Asks one replica, and others when it dies. Ends the call with the status that it gives."""
+        metadata = (*self._pool.metadata, *self._owner_of(context).metadata)
         tried: list[str] = []
         failure: grpc.aio.AioRpcError | None = None
         while (
@@ -204,7 +227,7 @@ class RouteService(pb_grpc.InferenceServicer):
         ):
             tried.append(backend.address)
             try:
-                return await method(backend.stub)(request, timeout=_ASK_S, metadata=self._pool.metadata)
+                return await method(backend.stub)(request, timeout=_ASK_S, metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 failure = error
                 if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -224,6 +247,7 @@ class _Forward:
         pool: Pool,
         request: pb.GenerateRequest,
         context: Caller,
+        owner: Owner,
         limits: MoveLimits,
         apart: Apart,
         quarantine: Quarantine,
@@ -236,7 +260,7 @@ class _Forward:
         self._request = request
         self._context = context
         self._limits = limits
-        self._key = key_of_request(request) if pool.uses_prompt else ()
+        self._key = key_of_request(request, owner.salt) if pool.uses_prompt else ()
         self._call: grpc.aio.UnaryStreamCall | None = None
         self._work: asyncio.Future[Any] | None = None  # of a handoff
         self._takes_ticket = True  # False: a replica has refused one, and would refuse the next as well
@@ -247,7 +271,8 @@ class _Forward:
         self._backend: Backend | None = None
         self._deadline_s = 0.0  # of the wait for another replica; 0 before one has accepted the request
         trace = [(k, v) for k, v in context.invocation_metadata() or () if k in _TRACE_KEYS]
-        self._metadata = (*pool.metadata, *trace)
+        self._signed = (*pool.metadata, *owner.metadata)  # of all calls for this owner
+        self._metadata = (*self._signed, *trace)
         self._wanted = _destinations(context) if pool.obeys_header else ()
 
     @property
@@ -264,7 +289,7 @@ class _Forward:
                 await self._backend.stub.Abort(
                     pb.AbortRequest(request_ids=[self._request.request_id]),
                     timeout=_ASK_S,
-                    metadata=self._pool.metadata,
+                    metadata=self._signed,
                 )
 
     def end(self) -> None:
@@ -377,7 +402,7 @@ class _Forward:
 
     async def _prepare(self, backend: Backend) -> None:
         """Sets room aside at `backend`, and puts a ticket into the request. Raises AioRpcError without room."""
-        prompts, request = PoolPrompts(self._pool), self._request
+        prompts, request = PoolPrompts(self._pool, self._signed), self._request
         if await prompts.offer(backend, request.request_id):
             await self._apart.prepare(
                 prompts, request, self._key, backend.address, self._context.time_remaining, self._note_prefill_death
@@ -489,11 +514,13 @@ def _destinations(context: Caller) -> tuple[str, ...]:
     return tuple(address for value in values for part in value.split(",") if (address := part.strip()))
 
 
-def key_of_request(request: pb.GenerateRequest) -> PromptKey:
+def key_of_request(request: pb.GenerateRequest, owner_salt: str = "") -> PromptKey:
     """The key of the prompt as it came: text stays text, since only a replica has the tokenizer, and a picture is its
     file. Without the chat's order of text and pictures, those of a prompt count as its beginning. Adapters share no
-    pages, so the name of the model is a part of it."""
+    pages, so the name of the model is a part of it, and `owner_salt` is: see `Owner.salt`."""
     kind, salt = request.WhichOneof("prompt"), request.cache_salt
+    if owner_salt:
+        salt = private_salt(salt, f"owner={owner_salt}")
     if request.pictures:
         salt = f"{salt}|{_digests(request.pictures)}"
     if kind == "token_ids":

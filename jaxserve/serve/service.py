@@ -33,8 +33,9 @@ from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.grpc_service import InferenceService
 from jaxserve.serve.handoff import HandoffSetup
 from jaxserve.serve.handoff_service import HandoffService
-from jaxserve.serve.keys import KnownKeys, read_keys
+from jaxserve.serve.keys import KnownKeys, read_keys, read_listed_keys
 from jaxserve.serve.orders import Drain, Orders
+from jaxserve.serve.owners import Owners
 from jaxserve.serve.ports import GRPC, HTTP, HeldPorts
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
 from jaxserve.serve.tenants import make_tenants
@@ -149,12 +150,12 @@ def check_serve_config(serve_config: ServeConfig, adapters_dir: str | None = Non
     if grpc.port is not None:
         Certificates.of(grpc, "serve.grpc")
         if grpc.tokens_file is not None:
-            read_keys(grpc.tokens_file, "serve.grpc.tokens_file")
+            read_listed_keys(grpc.tokens_file, "serve.grpc.tokens_file")
     if http.port is not None:
         room_for_connections(http.max_connections, reachable_limit())
         Certificates.of(http, "serve.http")
         if http.api_keys_file is not None:
-            read_keys(http.api_keys_file, "serve.http.api_keys_file")
+            read_listed_keys(http.api_keys_file, "serve.http.api_keys_file")
         if http.weights_dir is not None:
             CheckpointRoot(http.weights_dir, WEIGHTS_DIR)
             if serve_config.admin_tokens_file is None:
@@ -190,7 +191,12 @@ async def serve(
     )
     exchange = None
     if handoff is not None:
-        exchange = HandoffService(async_engine, handoff, refuse_special_text=serve_config.grpc.refuse_special_text)
+        exchange = HandoffService(
+            async_engine,
+            handoff,
+            refuse_special_text=serve_config.grpc.refuse_special_text,
+            owners=Owners.of_grpc(serve_config),
+        )
     orders = None
     if _read_admins(serve_config) is not None:
         orders = Orders(
@@ -250,6 +256,7 @@ def _make_doors(
             async_engine,
             refuse_special_text=grpc.refuse_special_text,
             receive=None if handoff is None else handoff.receive,
+            owners=Owners.of_grpc(serve_config),
         )
         room = room_for_grpc(num_http, limit)
         doors.append(

@@ -11,7 +11,7 @@ from typing import Any
 from serve_parts import Served, serve_bytes, served
 
 from jaxserve.api import Request
-from jaxserve.config.schema import HandoffConfig
+from jaxserve.config.schema import GrpcConfig, HandoffConfig
 from jaxserve.engine.exchanging import Exchanger
 from jaxserve.kv.handoff import BadFrame, Frame
 from jaxserve.sched.page_exchange import Lent, Place
@@ -73,13 +73,16 @@ def fake(page_size: int = 8, num_slots: int = 64, **options: Any) -> Served:
 
 
 @contextlib.contextmanager
-def server(role: str, secret: str, page_size: int = 8, **options: Any) -> Iterator[tuple[Served, TokenPages]]:
+def server(
+    role: str, secret: str, page_size: int = 8, tokens_file: str | None = None, **options: Any
+) -> Iterator[tuple[Served, TokenPages]]:
     """A whole server with a role. Options of `fake`, and `handoff_` those of `HandoffConfig`."""
     given = {name.removeprefix("handoff_"): options.pop(name) for name in [*options] if name.startswith("handoff_")}
     config = HandoffConfig(**{"role": role, "secret_file": secret, "wait_s": 60.0, "least_wait_s": 60.0} | given)
     parts = fake(page_size, **options)
     form = TokenPages(parts, page_size)
-    with served(parts, handoff=HandoffSetup(config, form)) as running:
+    grpc_config = GrpcConfig(port=0, tokens_file=tokens_file)
+    with served(parts, grpc_config=grpc_config, handoff=HandoffSetup(config, form)) as running:
         yield running, form
 
 

@@ -53,11 +53,12 @@ def routed(
     wait: bool = True,
     access: Mapping[str, Any] = {},
     http: HttpConfig = HttpConfig(),  # noqa: B008
+    tokens_file: str | None = None,
 ) -> Iterator[Routed]:
     """Routes until the block ends; `wait` until a replica is well. `access`: fields of RouteConfig."""
     router, ready = Routed(), threading.Event()
     config = Config(
-        serve=ServeConfig(drain_s=drain_s, grpc=GrpcConfig(port=0), http=http),
+        serve=ServeConfig(drain_s=drain_s, grpc=GrpcConfig(port=0, tokens_file=tokens_file), http=http),
         route=RouteConfig(
             replicas=list(replicas),
             policy=policy,

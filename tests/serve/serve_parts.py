@@ -232,6 +232,7 @@ def served(
     weights: ChangesWeights | None = None,
     adapters_dir: str | None = None,
     max_answer_bytes: int = ServeConfig().max_answer_bytes,
+    salt_by_key: bool = True,
 ) -> Iterator[Served]:
     """Serves on a free port, on a thread of its own, until the block ends."""
     ready = threading.Event()
@@ -242,6 +243,7 @@ def served(
         admin_tokens_file=admin_tokens_file,
         tenants=tenants,
         max_answer_bytes=max_answer_bytes,
+        salt_by_key=salt_by_key,
     )
 
     async def main() -> int:

@@ -412,7 +412,7 @@ async def test_a_prompt_that_ends_those_who_compute_it_for_others_does_not_end_a
         carrying=lambda *_: contextlib.nullcontext(),
     )  # fmt: skip
     apart, request = Apart(prefill_above=0, timeout_s=1.0, retries=5), pb.GenerateRequest(text="a")
-    await apart.prepare(PoolPrompts(pool), request, (), "d", lambda: None, note_death)
+    await apart.prepare(PoolPrompts(pool, ()), request, (), "d", lambda: None, note_death)
     assert gone == ["p1", "p2"] and not request.ticket, "the server that answers computes it, alone"
 
 

@@ -5,11 +5,11 @@ carries no key; keys, before anything of a body is read; limits and the watch fo
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -26,23 +26,26 @@ from jaxserve.serve.http.errors import ErrorResponse, add_handlers
 from jaxserve.serve.http.formats import choose_thinking_format, choose_tool_format
 from jaxserve.serve.http.guard import FILES, Guard
 from jaxserve.serve.http.hosts import KnownHosts, allowed_names
-from jaxserve.serve.http.keys import ApiKeys, address_of, owner_of
+from jaxserve.serve.http.keys import ApiKeys, find_owner
 from jaxserve.serve.http.messages import messages_router
 from jaxserve.serve.http.probes import probes_router
 from jaxserve.serve.http.requests import ChatRequest, CompletionRequest
 from jaxserve.serve.http.rerank import rerank_router
 from jaxserve.serve.http.responses_api import responses_router
 from jaxserve.serve.http.tokens import tokens_router
-from jaxserve.serve.keys import KnownKeys, read_keys
+from jaxserve.serve.keys import KnownKeys, ListedKey, read_listed_keys
+from jaxserve.serve.owners import Owners
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HttpApp:
-    """`asgi` is what a server runs; `guard` counts the requests in it; `api` is the inner application."""
+    """`asgi` is what a server runs; `guard` counts the requests in it; `api` is the inner application; `owners`: of its
+    calls."""
 
     asgi: ASGIApp
     guard: Guard
     api: FastAPI
+    owners: Owners
 
 
 def make_app(
@@ -105,6 +108,10 @@ def join_routers(
         api.include_router(router)
     routes = [route for router in (api, *routers) for route in router.routes if isinstance(route, Route)]
     add_handlers(api, routes)
+    listed: Sequence[ListedKey] | None = None
+    if http.api_keys_file is not None:
+        listed = read_listed_keys(http.api_keys_file, "serve.http.api_keys_file")
+    owners = Owners(listed, salt_by_key=config.salt_by_key)
     guard = Guard(
         api,
         max_body_bytes=http.max_body_bytes,
@@ -112,12 +119,12 @@ def join_routers(
         body_timeout_s=http.body_timeout_s,
         request_timeout_s=http.request_timeout_s,
         larger={FILES: (http.batch_file_bytes, "serve.http.batch_file_bytes")},
-        owner_of=address_of if http.api_keys_file is None else lambda scope: owner_of(Headers(scope=scope)),
+        find_owner=functools.partial(find_owner, owners),
     )
     asgi: ASGIApp = guard
     known = keys = None
-    if http.api_keys_file is not None:
-        known = KnownKeys(read_keys(http.api_keys_file, "serve.http.api_keys_file"))
+    if listed is not None:
+        known = KnownKeys(key.secret for key in listed)
     if known is not None or admins is not None:
         asgi = keys = ApiKeys(asgi, known, admins)
     if http.cors_origins:
@@ -125,7 +132,7 @@ def join_routers(
     if (names := allowed_names(http, config.host)) is not None:
         asgi = KnownHosts(asgi, names)
     _complete_document(api, keys, config.max_n)
-    return HttpApp(asgi=Counted(asgi, counts, routes), guard=guard, api=api)
+    return HttpApp(asgi=Counted(asgi, counts, routes), guard=guard, api=api, owners=owners)
 
 
 def _complete_document(api: FastAPI, keys: ApiKeys | None, max_n: int) -> None:

@@ -18,6 +18,7 @@ from jaxserve.serve.http.conversation import Chat, Turn, prepare_chat
 from jaxserve.serve.http.door import Door, check_answered, follow, new_id, trace_of
 from jaxserve.serve.http.errors import error_event
 from jaxserve.serve.http.formats import Piece
+from jaxserve.serve.http.keys import owner_of
 from jaxserve.serve.http.logprobs import chat_logprobs, write_prompt_logprobs
 from jaxserve.serve.http.pieces import WrittenList, json_answer
 from jaxserve.serve.http.requests import ChatRequest
@@ -56,9 +57,9 @@ def chat_router(door: Door) -> APIRouter:
     async def create_chat_completion(body: ChatRequest, call: HttpRequest) -> Response:
         """Answers a conversation."""
         door.check_model(body.model)
-        answer_id = new_id(body.request_id, call)
-        work = functools.partial(prepare_chat, door, body, answer_id, trace_of(call))
-        chat = await door.engine.run(work, prompts=1, n=body.n or 1, tenant=caller_of(body))
+        answer_id, owner = new_id(body.request_id, call), owner_of(call)
+        work = functools.partial(prepare_chat, door, body, answer_id, trace_of(call), owner)
+        chat = await door.engine.run(work, prompts=1, n=body.n or 1, tenant=caller_of(body), owner=owner.id)
         answer = _Answer(door, body, chat, answer_id)
         if body.stream:
             return EventStream(door, [chat.request], answer, answer_id, resumable=True)

@@ -18,6 +18,7 @@ from jaxserve.errors import InvalidRequest
 from jaxserve.serve.http.bodies import EVENTS, REFUSALS, JsonRoute
 from jaxserve.serve.http.door import Door, check_answered, follow, new_id, prepare, trace_of
 from jaxserve.serve.http.errors import error_event
+from jaxserve.serve.http.keys import owner_of
 from jaxserve.serve.http.logprobs import CompletionLogprobsBuilder, WrittenLogprobs, write_prompt_logprobs
 from jaxserve.serve.http.pieces import WrittenList, json_answer
 from jaxserve.serve.http.requests import CompletionRequest
@@ -34,6 +35,7 @@ from jaxserve.serve.http.streaming import (
     usage_at_end,
     usage_in_all,
 )
+from jaxserve.serve.owners import Owner
 
 
 def completions_router(door: Door) -> APIRouter:
@@ -47,8 +49,9 @@ def completions_router(door: Door) -> APIRouter:
         door.check_model(body.model)
         sampling = completion_sampling(body)
         answer_id = new_id(body.request_id, call)
-        makers = _makers(door, body, sampling, answer_id, trace_of(call))
-        requests = await prepare(door, makers, sampling.n, tenant=caller_of(body))
+        owner = owner_of(call)
+        makers = _makers(door, body, sampling, answer_id, trace_of(call), owner)
+        requests = await prepare(door, makers, sampling.n, tenant=caller_of(body), owner=owner)
         door.engine.check_answer(requests, repeats_prompt=bool(body.echo) and body.logprobs is not None)
         answer = _Answer(door, body, sampling, requests, answer_id)
         if body.stream:
@@ -75,7 +78,7 @@ def check_texts(door: Door, prompts: Sequence[Prompt]) -> None:
 
 
 def _makers(
-    door: Door, body: CompletionRequest, sampling: SamplingParams, answer_id: str, traceparent: str
+    door: Door, body: CompletionRequest, sampling: SamplingParams, answer_id: str, traceparent: str, owner: Owner
 ) -> list[Callable[[], Request]]:
     prompts = list_prompts(body.prompt, "prompt")
     if body.resume is not None and len(prompts) > 1:
@@ -87,18 +90,20 @@ def _makers(
             door.engine.engine.prepare,
             prompt,
             sampling,
-            RequestOptions(
-                request_id=answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt or "",
-                tenant=body.user or "",
-                ttft_target_s=body.ttft_target_s,
-                tpot_target_s=body.tpot_target_s,
-                add_special_tokens=body.add_special_tokens is not False,
-                traceparent=traceparent,
-                echo=bool(body.echo),
-                adapter=body.model,
-                resume=resume_of(body),
+            owner.sign(
+                RequestOptions(
+                    request_id=answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
+                    priority=body.priority or 0,
+                    cache_salt=body.cache_salt or "",
+                    tenant=body.user or "",
+                    ttft_target_s=body.ttft_target_s,
+                    tpot_target_s=body.tpot_target_s,
+                    add_special_tokens=body.add_special_tokens is not False,
+                    traceparent=traceparent,
+                    echo=bool(body.echo),
+                    adapter=body.model,
+                    resume=resume_of(body),
+                )
             ),
         )
         for number, prompt in enumerate(prompts)

@@ -34,6 +34,7 @@ from jaxserve.serve.http.responses import as_fields
 from jaxserve.serve.http.sampling import chat_sampling, resume_of, structured
 from jaxserve.serve.http.thought_grammar import behind_thought
 from jaxserve.serve.http.tools import ToolUse, plan_tools
+from jaxserve.serve.owners import Owner
 from jaxserve.text import ChatTemplate, PromptText, check_special_text
 
 # Variables of templates that switch thinking on and off: Qwen's and GLM's name, and that of Granite and DeepSeek.
@@ -57,7 +58,7 @@ class Chat:
     tells_thoughts: bool
 
 
-def prepare_chat(door: Door, body: ChatRequest, answer_id: str, traceparent: str) -> Chat:
+def prepare_chat(door: Door, body: ChatRequest, answer_id: str, traceparent: str, owner: Owner) -> Chat:
     """Takes as long as encoding takes. Raises InvalidRequest and its kin."""
     engine = door.engine.engine
     tools = _plan(door, body)
@@ -69,17 +70,19 @@ def prepare_chat(door: Door, body: ChatRequest, answer_id: str, traceparent: str
     request = engine.prepare(
         chat_prompt(prompt.for_engine(door.need_tokenizer(), _most_tokens(door, body)), sources),
         sampling,
-        RequestOptions(
-            request_id=answer_id,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
-            tenant=body.user or "",
-            ttft_target_s=body.ttft_target_s,
-            tpot_target_s=body.tpot_target_s,
-            add_special_tokens=False,  # the template has written them
-            traceparent=traceparent,
-            resume=resume_of(body),
-            adapter=body.model,
+        owner.sign(
+            RequestOptions(
+                request_id=answer_id,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+                tenant=body.user or "",
+                ttft_target_s=body.ttft_target_s,
+                tpot_target_s=body.tpot_target_s,
+                add_special_tokens=False,  # the template has written them
+                traceparent=traceparent,
+                resume=resume_of(body),
+                adapter=body.model,
+            )
         ),
     )
     return Chat(

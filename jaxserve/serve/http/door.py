@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -19,6 +20,7 @@ from jaxserve.serve.http.errors import HttpRefusal
 from jaxserve.serve.http.formats import ThinkingFormat, ToolFormat
 from jaxserve.serve.http.guard import time_is_up
 from jaxserve.serve.http.turns import Turns
+from jaxserve.serve.owners import Owner
 from jaxserve.text import Tokenizer
 
 _CALLER_CHARS = 200  # of an id that becomes part of another
@@ -114,7 +116,12 @@ def check_answered(update: Update) -> None:
 
 
 async def prepare(
-    door: Door, makers: Sequence[Callable[[], Request]], n: int = 1, *, tenant: str | None
+    door: Door, makers: Sequence[Callable[[], Request]], n: int = 1, *, tenant: str | None, owner: Owner
 ) -> list[Request]:
     """Encodes and checks all prompts, off the event loop; each has `n` sequences. Raises as `AsyncEngine.run` does."""
-    return await door.engine.run(lambda: [make() for make in makers], prompts=len(makers), n=n, tenant=tenant)
+    work = functools.partial(_make_all, makers)
+    return await door.engine.run(work, prompts=len(makers), n=n, tenant=tenant, owner=owner.id)
+
+
+def _make_all(makers: Sequence[Callable[[], Request]]) -> list[Request]:
+    return [make() for make in makers]

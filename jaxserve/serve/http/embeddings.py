@@ -13,9 +13,11 @@ from jaxserve.engine import EmbeddingForm, Prompt, embedding_of, pooling_params
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.completions import check_texts, list_prompts
 from jaxserve.serve.http.door import Door, check_answered, follow, prepare, trace_of
+from jaxserve.serve.http.keys import owner_of
 from jaxserve.serve.http.pieces import WrittenList, json_answer
 from jaxserve.serve.http.requests import EmbeddingRequest
 from jaxserve.serve.http.responses import Embedding, EmbeddingResponse, Usage, as_fields
+from jaxserve.serve.owners import Owner
 
 _WRITTEN_AT_ONCE = 16  # vectors; of 4096 numbers each, a few milliseconds
 
@@ -33,6 +35,7 @@ def embeddings_router(door: Door) -> APIRouter:
             door.engine.engine.model.embedding.form(body.dimensions, body.normalize),
             body.truncate_prompt_tokens,
             tenant=body.user or "",
+            owner=owner_of(call),
             traceparent=trace_of(call),
             adapter=name,
         )
@@ -65,6 +68,7 @@ async def _embed(
     truncate_prompt_tokens: int | None,
     *,
     tenant: str,
+    owner: Owner,
     traceparent: str,
     adapter: str | None,
 ) -> list[_Vector]:
@@ -72,9 +76,9 @@ async def _embed(
     sampling = pooling_params(truncate_prompt_tokens)
     if truncate_prompt_tokens is not None:
         check_texts(door, prompts)
-    options = RequestOptions(tenant=tenant, traceparent=traceparent, pooling=True, adapter=adapter)
+    options = owner.sign(RequestOptions(tenant=tenant, traceparent=traceparent, pooling=True, adapter=adapter))
     make = functools.partial(door.engine.engine.prepare, sampling=sampling, options=options)
-    requests = await prepare(door, [functools.partial(make, prompt) for prompt in prompts], tenant=tenant)
+    requests = await prepare(door, [functools.partial(make, prompt) for prompt in prompts], tenant=tenant, owner=owner)
     found: dict[str, list[float]] = {}
     async with follow(door, requests) as updates:
         async for update in updates:

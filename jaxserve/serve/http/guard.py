@@ -15,6 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.errors import DeadlineExceeded
 from jaxserve.serve.http.errors import HttpRefusal, error_response
+from jaxserve.serve.http.keys import OWNER
+from jaxserve.serve.owners import Owner
 
 FILES = "/v1/files"  # files of batches are uploaded there, whose bodies are larger than others
 
@@ -24,7 +26,8 @@ _GRACE_S = 10.0  # beyond the limit of an answer, for a client that does not rea
 
 class Guard:
     """Middleware. `max_body_bytes`, `max_bodies_bytes`, `body_timeout_s` and `request_timeout_s` as in the config;
-    `larger`: of some paths the most bytes of a body, and the setting that says so; `owner_of`: whose call it is."""
+    `larger`: of some paths the most bytes of a body, and the setting that says so; `find_owner`: whose call it is,
+    which is noted in its scope."""
 
     def __init__(
         self,
@@ -35,12 +38,12 @@ class Guard:
         body_timeout_s: float,
         request_timeout_s: float,
         larger: Mapping[str, tuple[int, str]],
-        owner_of: Callable[[Scope], bytes],
+        find_owner: Callable[[Scope], Owner],
     ) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
-        self._room: SharedRoom[bytes] = SharedRoom(max_bodies_bytes)  # for bodies of requests that have not ended
-        self._owner_of = owner_of
+        self._room: SharedRoom[str] = SharedRoom(max_bodies_bytes)  # for bodies of requests that have not ended
+        self._find_owner = find_owner
         self._larger = larger
         self._body_timeout_s = body_timeout_s
         self._request_timeout_s = request_timeout_s
@@ -63,7 +66,8 @@ class Guard:
             self._num_live -= weight
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        owner = self._owner_of(scope)
+        scope[OWNER] = found = self._find_owner(scope)
+        owner = found.id
         try:
             body = await self._read_body(scope, receive, owner)
         except HttpRefusal as refusal:

@@ -85,7 +85,7 @@ class HttpDoor:
         """Listens; returns the port. Raises ConfigError."""
         port = await self._server.start()
         if self._batches is not None:
-            self._batches.start(self._app.api)
+            self._batches.start(self._app.api, self._app.owners)
         return port
 
     async def report(self, healthy: bool) -> None:

@@ -1,13 +1,18 @@
-"""API keys on HTTP routes: the choice of the routes that need one. `serve.keys` compares keys, for every door."""
+"""API keys on HTTP routes: the choice of the routes that need one, and whose a call is.
 
-import hashlib
+`serve.keys` compares keys and `serve.owners` tells owners apart, for every door.
+"""
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.errors import Unauthenticated
 from jaxserve.serve.http.errors import error_response
-from jaxserve.serve.keys import KnownKeys, key_of
+from jaxserve.serve.keys import KnownKeys
+from jaxserve.serve.owners import Owner, Owners
+
+OWNER = "jaxserve.owner"  # of a call, in its scope
 
 # Balancers have no key, and the page at / asks its user for one: it holds nothing itself.
 PROBES = frozenset({"/health", "/live", "/ready", "/ping"})
@@ -52,18 +57,16 @@ class ApiKeys:
         return self._known
 
 
-def owner_of(headers: Headers) -> bytes:
-    """Whose call this is: a digest of its key, which is not kept itself, in one spelling of the header. All calls
-    without a key have one owner."""
-    header = _authorization(headers)
-    key = key_of(header)
-    return hashlib.sha256((f"Bearer {key}" if key else header).encode()).digest()
-
-
-def address_of(scope: Scope) -> bytes:
-    """Whose call this is where the server asks for no keys: anybody may send any."""
+def find_owner(owners: Owners, scope: Scope) -> Owner:
+    """Whose call this is, once it may be made."""
     client = scope.get("client")
-    return (client[0] if client else "").encode()
+    return owners.of_http(_authorization(Headers(scope=scope)), client[0] if client else "")
+
+
+def owner_of(call: Request) -> Owner:
+    """Whose call this is, as the layers around the routes have found, or the runner of a batch has said."""
+    owner: Owner = call.scope[OWNER]
+    return owner
 
 
 def _authorization(headers: Headers) -> str:

@@ -27,6 +27,7 @@ from jaxserve.serve.http.conversation import (
 )
 from jaxserve.serve.http.door import Door, check_answered, follow, new_id, trace_of
 from jaxserve.serve.http.errors import MESSAGES, MessagesErrorResponse, describe, json_response, messages_error
+from jaxserve.serve.http.keys import owner_of
 from jaxserve.serve.http.messages_bodies import (
     MessagesRequest,
     MessagesResponse,
@@ -43,6 +44,7 @@ from jaxserve.serve.http.messages_bodies import (
 from jaxserve.serve.http.requests import ChatRequest
 from jaxserve.serve.http.responses import as_fields
 from jaxserve.serve.http.streaming import Event, EventStream, UsageCounter, named_event
+from jaxserve.serve.owners import Owner
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": MessagesErrorResponse, "description": "Refused; the message says why."},
@@ -68,10 +70,10 @@ def messages_router(door: Door) -> APIRouter:
     async def create_message(body: MessagesRequest, call: HttpRequest) -> Response:
         """Answers a conversation."""
         door.check_model(body.model)
-        answer_id = new_id(None, call)
-        work = functools.partial(_prepare, door, body, answer_id, trace_of(call))
+        answer_id, owner = new_id(None, call), owner_of(call)
+        work = functools.partial(_prepare, door, body, answer_id, trace_of(call), owner)
         tenant = (None if body.metadata is None else body.metadata.user_id) or ""
-        chat = await door.engine.run(work, prompts=1, tenant=tenant)
+        chat = await door.engine.run(work, prompts=1, tenant=tenant, owner=owner.id)
         answer = _Answer(door, body.model, chat, answer_id)
         if body.stream:
             response = EventStream(door, [chat.request], answer, answer_id)
@@ -81,10 +83,10 @@ def messages_router(door: Door) -> APIRouter:
         return response
 
     @router.post(f"{MESSAGES}/count_tokens", response_model=TokenCount)
-    async def count_tokens(body: PromptFields) -> Response:
+    async def count_tokens(body: PromptFields, call: HttpRequest) -> Response:
         """The tokens that the prompt of this conversation has."""
         door.check_model(body.model)
-        return json_response(await door.engine.run(functools.partial(_count, door, body)))
+        return json_response(await door.engine.run(functools.partial(_count, door, body), owner=owner_of(call).id))
 
     return router
 
@@ -94,7 +96,7 @@ def _chat_of(door: Door, body: PromptFields, sampling: dict[str, Any]) -> ChatRe
     return chat_of(body, sampling, functools.partial(thinking_switch, template, with_tools=bool(body.tools)))
 
 
-def _prepare(door: Door, body: MessagesRequest, answer_id: str, traceparent: str) -> Chat:
+def _prepare(door: Door, body: MessagesRequest, answer_id: str, traceparent: str, owner: Owner) -> Chat:
     given = {
         "max_tokens": body.max_tokens,
         "stop": body.stop_sequences,
@@ -104,7 +106,7 @@ def _prepare(door: Door, body: MessagesRequest, answer_id: str, traceparent: str
         "user": None if body.metadata is None else body.metadata.user_id,
     }
     sampling = {name: value for name, value in given.items() if value is not None}
-    return prepare_chat(door, _chat_of(door, body, sampling), answer_id, traceparent)
+    return prepare_chat(door, _chat_of(door, body, sampling), answer_id, traceparent, owner)
 
 
 def _count(door: Door, body: PromptFields) -> TokenCount:

@@ -14,6 +14,7 @@ from jaxserve.engine import Judgement, encode_pairs, make_pairs, need_reranker
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.door import Door, in_time, new_id, trace_of
 from jaxserve.serve.http.errors import json_response
+from jaxserve.serve.http.keys import owner_of
 from jaxserve.serve.http.requests import DocumentFields, RerankRequest, ScoreRequest
 from jaxserve.serve.http.responses import (
     RankedDocument,
@@ -109,11 +110,14 @@ async def _judge_all(
             max_document_tokens=body.max_tokens_per_doc,
         )
 
-    options = RequestOptions(
-        request_id=answer_id, priority=body.priority or 0, tenant=body.user or "", traceparent=trace_of(call)
+    owner = owner_of(call)
+    options = owner.sign(
+        RequestOptions(
+            request_id=answer_id, priority=body.priority or 0, tenant=body.user or "", traceparent=trace_of(call)
+        )
     )
     async with in_time(door):
-        judgements = await door.engine.run(encode, prompts=len(pairs), tenant=options.tenant)
+        judgements = await door.engine.run(encode, prompts=len(pairs), tenant=options.tenant, owner=owner.id)
         await door.engine.judge(judgements, options)
     return judgements
 

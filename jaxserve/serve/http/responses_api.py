@@ -49,6 +49,7 @@ from jaxserve.serve.http.responses_api_bodies import (
 )
 from jaxserve.serve.http.stored_responses import Stored, StoredResponses
 from jaxserve.serve.http.streaming import Event, EventStream, UsageCounter, named_event
+from jaxserve.serve.owners import Owner
 
 PATH = "/v1/responses"
 _MESSAGES = pydantic.TypeAdapter(list[Message])
@@ -87,15 +88,15 @@ def responses_router(door: Door) -> APIRouter:
             raise UnsupportedOption(
                 "store is true, but this server keeps no answers (serve.http.stored_responses is 0); set it to false"
             )
-        owner, before = owner_of(call.headers), None
+        owner, before = owner_of(call), None
         if body.previous_response_id is not None:
-            before = _find(stored, owner, body.previous_response_id, "previous_response_id")
+            before = _find(stored, owner.digest, body.previous_response_id, "previous_response_id")
         answer_id = new_id(None, call)
         asked = messages_of(body)
-        work = functools.partial(_prepare, door, body, before, asked, answer_id, trace_of(call))
-        chat = await door.engine.run(work, prompts=1, tenant=body.user or "")
+        work = functools.partial(_prepare, door, body, before, asked, answer_id, trace_of(call), owner)
+        chat = await door.engine.run(work, prompts=1, tenant=body.user or "", owner=owner.id)
         keep = stored if stored.keeps and body.store is not False else None
-        answer = _Answer(door, body, chat, answer_id, _Keeping(keep, owner, before, asked))
+        answer = _Answer(door, body, chat, answer_id, _Keeping(keep, owner.digest, before, asked))
         if body.stream:
             return EventStream(door, [chat.request], answer, answer_id)
         return json_response(await answer.whole(door), headers={"x-request-id": answer_id})
@@ -103,7 +104,7 @@ def responses_router(door: Door) -> APIRouter:
     @router.get(f"{PATH}/{{response_id}}", response_model=ResponseObject)
     async def retrieve_response(response_id: str, call: HttpRequest, stream: bool = False) -> Response:
         """An answer that was kept, which is never a stream of events."""
-        found = _find(stored, owner_of(call.headers), response_id, "response_id")
+        found = _find(stored, owner_of(call).digest, response_id, "response_id")
         if stream:
             text = "only the events of an answer with background true are kept, which this server does not have"
             raise HttpRefusal(400, f"stream is true, but {text}; leave it out", param="stream")
@@ -112,14 +113,14 @@ def responses_router(door: Door) -> APIRouter:
     @router.delete(f"{PATH}/{{response_id}}")
     async def delete_response(response_id: str, call: HttpRequest) -> DeletedResponse:
         """Forgets an answer that was kept."""
-        _find(stored, owner_of(call.headers), response_id, "response_id")
-        stored.remove(owner_of(call.headers), response_id)
+        _find(stored, owner_of(call).digest, response_id, "response_id")
+        stored.remove(owner_of(call).digest, response_id)
         return DeletedResponse(id=response_id, object="response", deleted=True)
 
     @router.post(f"{PATH}/{{response_id}}/cancel", response_model=ResponseObject)
     async def cancel_response(response_id: str, call: HttpRequest) -> Response:
         """Only answers in the background can be cancelled by their id, and there are none."""
-        _find(stored, owner_of(call.headers), response_id, "response_id")
+        _find(stored, owner_of(call).digest, response_id, "response_id")
         raise HttpRefusal(
             400,
             f"the answer {response_id!r:.200} is complete: only one with background true could be cancelled, which "
@@ -150,10 +151,11 @@ def _prepare(
     asked: Sequence[Message],
     answer_id: str,
     traceparent: str,
+    owner: Owner,
 ) -> Chat:
     if before is None and not asked:
         raise InvalidRequest("input has no message; give one")
-    return prepare_chat(door, chat_of(body, _messages(before), asked), answer_id, traceparent)
+    return prepare_chat(door, chat_of(body, _messages(before), asked), answer_id, traceparent, owner)
 
 
 def _messages(before: Stored | None) -> list[Message]:

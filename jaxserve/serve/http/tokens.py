@@ -6,6 +6,7 @@ Work on text runs on the engine's threads, as for every other route.
 import functools
 
 from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
 
 from jaxserve.engine import check_token_ids, with_pictures
 from jaxserve.errors import InvalidRequest, PromptTooLong
@@ -13,6 +14,7 @@ from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.conversation import render_chat, shown_tools
 from jaxserve.serve.http.door import Door
 from jaxserve.serve.http.errors import json_response
+from jaxserve.serve.http.keys import owner_of
 from jaxserve.serve.http.pieces import json_answer
 from jaxserve.serve.http.requests import DetokenizeRequest, TokenizeRequest
 from jaxserve.serve.http.responses import (
@@ -39,16 +41,17 @@ def tokens_router(door: Door) -> APIRouter:
         return next((card for card in _cards(door) if card.id == name), _card(door))
 
     @router.post("/tokenize", response_model=TokenizeResponse, tags=["Text"])
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, call: HttpRequest) -> Response:
         """The ids of a prompt or of a conversation."""
         door.check_model(body.model)
-        return await json_answer(door.turns, await door.engine.run(functools.partial(_tokenize, door, body)))
+        tokens = await door.engine.run(functools.partial(_tokenize, door, body), owner=owner_of(call).id)
+        return await json_answer(door.turns, tokens)
 
     @router.post("/detokenize", response_model=DetokenizeResponse, tags=["Text"])
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, call: HttpRequest) -> Response:
         """The text of ids, special tokens spelled out."""
         door.check_model(body.model)
-        return json_response(await door.engine.run(functools.partial(_detokenize, door, body)))
+        return json_response(await door.engine.run(functools.partial(_detokenize, door, body), owner=owner_of(call).id))
 
     @router.get("/tokenizer_info", tags=["Text"])
     async def tokenizer_info() -> TokenizerInfo:

@@ -47,7 +47,7 @@ def _files_router(store: BatchStore) -> APIRouter:
         if not {"authorization", "x-api-key"}.intersection(call.headers):
             text = "a file needs the header 'Authorization: Bearer KEY', with any key where the server has none"
             raise HttpRefusal(400, text)
-        return await asyncio.to_thread(store.add_file, owner_of(call.headers), file.filename or "", file.file)
+        return await asyncio.to_thread(store.add_file, owner_of(call).digest, file.filename or "", file.file)
 
     @router.get(FILES)
     async def list_files(
@@ -58,7 +58,7 @@ def _files_router(store: BatchStore) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
     ) -> FileList:
         """The files of this key, the newest first unless `order` is `asc`; `after`: those behind this one."""
-        owned = await asyncio.to_thread(store.files, owner_of(call.headers))  # one file is read for each
+        owned = await asyncio.to_thread(store.files, owner_of(call).digest)  # one file is read for each
         found = [each for each in owned if purpose in (None, each.purpose)]
         found = _behind(found if order == "desc" else found[::-1], after)
         return FileList(data=found[:limit], has_more=len(found) > limit)
@@ -66,18 +66,18 @@ def _files_router(store: BatchStore) -> APIRouter:
     @router.get(f"{FILES}/{{file_id}}")
     async def retrieve_file(file_id: str, call: Request) -> FileObject:
         """The description of a file."""
-        return store.file(owner_of(call.headers), file_id)
+        return store.file(owner_of(call).digest, file_id)
 
     @router.get(f"{FILES}/{{file_id}}/content", response_class=FileResponse)
     async def file_content(file_id: str, call: Request) -> FileResponse:
         """What is in a file."""
-        store.file(owner_of(call.headers), file_id)
+        store.file(owner_of(call).digest, file_id)
         return FileResponse(store.content_path(file_id), media_type="application/jsonl")
 
     @router.delete(f"{FILES}/{{file_id}}")
     async def delete_file(file_id: str, call: Request) -> DeletedFile:
         """Forgets a file."""
-        await asyncio.to_thread(store.remove_file, owner_of(call.headers), file_id)
+        await asyncio.to_thread(store.remove_file, owner_of(call).digest, file_id)
         return DeletedFile(id=file_id)
 
     return router
@@ -101,7 +101,7 @@ def _batches_router(store: BatchStore, runner: BatchRunner) -> APIRouter:
             request_counts=RequestCounts(),
             metadata=body.metadata,
         )
-        await asyncio.to_thread(store.add_batch, owner_of(call.headers), batch)
+        await asyncio.to_thread(store.add_batch, owner_of(call).digest, batch)
         runner.wake()
         return batch
 
@@ -110,7 +110,7 @@ def _batches_router(store: BatchStore, runner: BatchRunner) -> APIRouter:
         call: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> BatchList:
         """The batches of this key, the newest first; `after`: those behind this one."""
-        found = _behind(await asyncio.to_thread(store.batches, owner_of(call.headers)), after)
+        found = _behind(await asyncio.to_thread(store.batches, owner_of(call).digest), after)
         shown = [_shown(batch) for batch in found[:limit]]
         ids = [batch.id for batch in shown] or [None]
         return BatchList(data=shown, first_id=ids[0], last_id=ids[-1], has_more=len(found) > limit)
@@ -118,12 +118,12 @@ def _batches_router(store: BatchStore, runner: BatchRunner) -> APIRouter:
     @router.get("/v1/batches/{batch_id}")
     async def retrieve_batch(batch_id: str, call: Request) -> BatchObject:
         """How far a batch is."""
-        return _shown(store.batch(owner_of(call.headers), batch_id))
+        return _shown(store.batch(owner_of(call).digest, batch_id))
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(batch_id: str, call: Request) -> BatchObject:
         """Begins no further line; what is answered stays."""
-        owner = owner_of(call.headers)
+        owner = owner_of(call).digest
         batch = store.batch(owner, batch_id)
         if batch.status in ENDED:
             raise HttpRefusal(409, f"the batch {batch_id} is {batch.status} already")

@@ -23,6 +23,8 @@ from jaxserve.engine.fair_places import FairPlaces
 from jaxserve.serve.http.batches.bodies import ENDED, BatchObject, BatchProblem, BatchProblems
 from jaxserve.serve.http.batches.store import BatchStore, new_file_id, read_results
 from jaxserve.serve.http.bodies import read_json
+from jaxserve.serve.http.keys import OWNER
+from jaxserve.serve.owners import Owner, Owners
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +57,16 @@ class BatchRunner:
         self._line_bytes, self._line_parts = line_bytes, line_parts
         self._places: FairPlaces[bytes] = FairPlaces(at_once)
         self._app: ASGIApp | None = None
+        self._owners: Owners | None = None
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._held = False
 
         self.num_running = 0
 
-    def start(self, app: ASGIApp) -> None:
-        """Begins, with what the last server has left."""
-        self._app = app
+    def start(self, app: ASGIApp, owners: Owners) -> None:
+        """Begins, with what the last server has left. `owners`: those of `app`."""
+        self._app, self._owners = app, owners
         self._task = asyncio.create_task(self._run())
 
     def wake(self) -> None:
@@ -223,14 +226,14 @@ class BatchRunner:
         self._store.put_batch(owner, now)
 
     async def _answer_line(self, owner: bytes, batch: BatchObject, line: "_Line", work: "_Work") -> None:
-        assert self._app is not None, "the runner was not started"
+        assert self._app is not None and self._owners is not None, "the runner was not started"
         while True:
             async with self._places.place(owner):
                 if self._held or self._is_over(owner, batch):
                     return
                 self.num_running += 1
                 try:
-                    answer = await _call(self._app, batch.endpoint, line.body)
+                    answer = await _call(self._app, batch.endpoint, line.body, self._owners.of_digest(owner))
                 finally:
                     self.num_running -= 1
             if answer.code not in _LATER:
@@ -356,8 +359,8 @@ class _Answer(NamedTuple):
     body: bytes
 
 
-async def _call(app: ASGIApp, path: str, body: bytes) -> _Answer:
-    """An answer of the application."""
+async def _call(app: ASGIApp, path: str, body: bytes, owner: Owner) -> _Answer:
+    """An answer of the application, to this owner."""
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -371,6 +374,7 @@ async def _call(app: ASGIApp, path: str, body: bytes) -> _Answer:
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         "client": None,
         "server": None,
+        OWNER: owner,
     }
     code, request_id = 0, ""
     parts: list[bytes] = []
