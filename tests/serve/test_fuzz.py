@@ -6,7 +6,8 @@ import logging
 
 import grpc
 import pytest
-from proto_fuzz import Fuzzed, fuzzed_messages
+from google.protobuf.unknown_fields import UnknownFieldSet
+from proto_fuzz import METHODS, Fuzzed, fuzzed_messages, parsing_messages
 from serve_parts import WAIT_S, connect, serve_bytes, served, wait_until
 
 from jaxserve.api import SamplingParams
@@ -24,14 +25,30 @@ AT_ONCE = 64
 @pytest.mark.parametrize("count", [300, pytest.param(3_000, marks=pytest.mark.slow)])
 def test_fuzzed_messages_get_typed_answers(count: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "jaxserve")
-    messages = fuzzed_messages(count, seed=count)
+    _check_answers(fuzzed_messages(count, seed=count), caplog, least_good=0.05, least_bad=0.25)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_messages_that_parse_get_through(count: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "jaxserve")
+    messages = parsing_messages(count, seed=count)
+    for message in messages:
+        read = METHODS[message.method].FromString(message.body)
+        assert len(UnknownFieldSet(read)) == 0
+    _check_answers(messages, caplog, least_good=0.5, least_bad=0.1)
+
+
+def _check_answers(
+    messages: list[Fuzzed], caplog: pytest.LogCaptureFixture, least_good: float, least_bad: float
+) -> None:
+    """Sends them. `least_good` and `least_bad`: shares of them that must at least be answered and refused."""
     with served(serve_bytes(mode="context", vocab_size=259, max_model_len=64)) as server:
         codes = asyncio.run(asyncio.wait_for(_send(server.address, messages), 10 * WAIT_S))
         wrong = {m: c for m, c in zip(messages, codes, strict=True) if c not in ANSWERS}
         assert not wrong
         counts = collections.Counter(codes)
-        assert counts[grpc.StatusCode.OK] > count // 20, "some must get through the checks"
-        assert counts[grpc.StatusCode.INVALID_ARGUMENT] > count // 4
+        assert counts[grpc.StatusCode.OK] > least_good * len(messages), f"more must get through the checks: {counts}"
+        assert counts[grpc.StatusCode.INVALID_ARGUMENT] > least_bad * len(messages), counts
         assert not [r.getMessage() for r in caplog.records if r.name.startswith("jaxserve")]
         wait_until(lambda: not server.scheduler.has_work(), "all have ended")
         server.scheduler.check()

@@ -104,8 +104,11 @@ def test_leaving_a_stream_frees_its_pages(authority: Authority, pair: Pair) -> N
     with slow as parts, browse(parts, authority) as client:
         body = {"prompt": "a", "max_tokens": LONG_TOKENS, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as response:
-            next(response.iter_lines())
-            wait_until(lambda: parts.engine.num_live == 1, "the request lives")
+            lines = response.iter_lines()  # kept: when it is thrown away, the client closes the connection
+            first = next(lines)
+            assert response.status_code == 200, first
+            wait_until(lambda: parts.engine.num_live == 1, f"the request lives after its line {first!r}")
+            assert not response.is_closed
         wait_until(lambda: parts.scheduler.num_held_pages == 0, "pages are free")
         assert parts.runner.inner.num_steps < LONG_TOKENS, "it ran to its end"
 

@@ -1,0 +1,645 @@
+"""The kinds of attack that `attack.py` measures: each is what one caller with a key may send, and what it shows.
+
+An attack lasts for a given time, has a bounded number of calls and connections, and leaves with all of them. None of
+them goes anywhere but to a port of this machine.
+"""
+
+import base64
+import collections
+import contextlib
+import dataclasses
+import functools
+import http.client
+import itertools
+import json
+import socket
+import struct
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import grpc
+from attack_caller import HOST
+
+from jaxserve.serve.gen import inference_pb2 as pb
+
+MOST_CALLS = 4000  # of one attack
+MOST_CONNECTIONS = 1000  # of one attack at once
+MOST_READ = 2**28  # bytes of one answer
+PACE_S = 0.1  # between the beginnings of two calls of one thread
+CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class Attacker:
+    """One caller for `seconds`: what it may do, and what came of it. Its threads end when its time has come."""
+
+    def __init__(self, http_port: int, grpc_port: int, key: str, other_key: str, seconds: float) -> None:
+        self._http_port = http_port
+        self._grpc_port = grpc_port
+        self.key = key
+        self._other_key = other_key
+        self.end_s = time.monotonic() + seconds
+        self.outcomes: collections.Counter[str] = collections.Counter()
+        self.examples: dict[str, str] = {}  # of an outcome, the beginning of what was answered
+        self.notes: dict[str, Any] = {}  # what a kind measures beside the others' times
+        self._calls = itertools.count()
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the attack ends, a little more than none."""
+        return max(0.05, self.end_s - time.monotonic())
+
+    def may_go_on(self) -> bool:
+        """Whether there may be one more call, which is counted."""
+        return time.monotonic() < self.end_s and next(self._calls) < MOST_CALLS
+
+    def spread(self, threads: int, act: Callable[[], object]) -> None:
+        """Repeats `act` on so many threads until the end, and waits for it.
+
+        Refusals that come at once are not asked for without a pause: the attacker's own work is not what is measured.
+        """
+
+        def work() -> None:
+            while self.may_go_on():
+                begun_s = time.monotonic()
+                act()
+                time.sleep(min(self.left_s, max(0.0, PACE_S - (time.monotonic() - begun_s))))
+
+        workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(self.left_s)
+
+    def wait(self) -> None:
+        """Until the end, with everything as it is."""
+        time.sleep(self.left_s)
+
+    def count(self, outcome: str, text: str = "") -> None:
+        """Notes how a call ended."""
+        with self._lock:
+            self.outcomes[outcome] += 1
+            self.examples.setdefault(outcome, text[:200])
+
+    def leave(self) -> None:
+        """Closes every connection."""
+        with self._lock:
+            gone, self._open = self._open, set()
+        for raw in gone:
+            with contextlib.suppress(OSError):
+                raw.shutdown(socket.SHUT_RDWR)
+            raw.close()
+
+    # ---- HTTP --------------------------------------------------------------------------------------------------------
+
+    def connect(self) -> socket.socket:
+        """A connection, which is closed when the attacker leaves. Raises OSError."""
+        raw = socket.create_connection((HOST, self._http_port), timeout=self.left_s)
+        with self._lock:
+            self._open.add(raw)
+            assert len(self._open) <= MOST_CONNECTIONS
+        return raw
+
+    def close(self, raw: socket.socket) -> None:
+        """Closes one connection."""
+        with self._lock:
+            self._open.discard(raw)
+        raw.close()
+
+    def head(self, path: str, length: int | None, kind: str = "application/json") -> bytes:
+        """The head of a POST. `length`: None for a body in chunks."""
+        size = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
+        lines = f"POST {path} HTTP/1.1", f"host: {HOST}", f"authorization: Bearer {self.key}", f"content-type: {kind}"
+        return "\r\n".join((*lines, size, "", "")).encode()
+
+    def send(self, path: str, body: Mapping[str, Any] | bytes) -> socket.socket | None:
+        """Sends a whole request and reads nothing. None where the server has closed the connection."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        try:
+            raw = self.connect()
+            raw.sendall(self.head(path, len(data)) + data)
+        except OSError as error:
+            self.count(type(error).__name__)
+            return None
+        return raw
+
+    def post(self, path: str, body: Mapping[str, Any] | bytes, kind: str = "application/json") -> bytes:
+        """Sends a request and reads its answer, for as long as the attack lasts. Empty where there was none."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        raw, found = None, b""
+        try:
+            raw = self.connect()
+            raw.sendall(self.head(path, len(data), kind) + data)
+            answer = http.client.HTTPResponse(raw, method="POST")
+            answer.begin()
+            size = 0
+            while chunk := answer.read(2**20):
+                found = found or chunk
+                size += len(chunk)
+                if size > MOST_READ:
+                    break
+            found = found if size == len(found) else found + b" ..."
+            self.count(str(answer.status), found.decode(errors="replace"))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            is_over = isinstance(error, TimeoutError) or time.monotonic() >= self.end_s
+            self.count("no answer until the end" if is_over else type(error).__name__)
+        finally:
+            if raw is not None:
+                self.close(raw)
+        return found
+
+    def upload(self, data: bytes) -> str:
+        """A file of requests for a batch; its id, or "" where it was refused."""
+        mark = uuid.uuid4().hex
+        part = f'--{mark}\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--{mark}\r\n'
+        part += 'content-disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
+        body = part.encode() + data + f"\r\n--{mark}--\r\n".encode()
+        return self._id(self.post("/v1/files", body, f"multipart/form-data; boundary={mark}"))
+
+    def batch(self, *lines: Mapping[str, Any], **fields: Any) -> str:
+        """A batch of these bodies of completions; its id, or "" where it was refused."""
+        texts = [
+            json.dumps({"custom_id": str(k), "method": "POST", "url": COMPLETIONS, "body": body})
+            for k, body in enumerate(lines)
+        ]
+        file = self.upload("\n".join(texts).encode())
+        made = {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h", **fields}
+        return self._id(self.post("/v1/batches", made)) if file else ""
+
+    @staticmethod
+    def _id(answer: bytes) -> str:
+        with contextlib.suppress(ValueError):
+            return str(json.loads(answer).get("id", ""))
+        return ""
+
+    # ---- gRPC --------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def metadata(self) -> list[tuple[str, str]]:
+        """Of each gRPC call."""
+        return [("authorization", f"Bearer {self.key}")]
+
+    @contextlib.contextmanager
+    def channel(self) -> Iterator[grpc.Channel]:
+        """A gRPC connection of its own."""
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
+        with grpc.insecure_channel(f"{HOST}:{self._grpc_port}", options) as channel:
+            yield channel
+
+    def call(self, channel: grpc.Channel, method: str, message: Any) -> None:
+        """One call, whose answers are read."""
+        path, body = f"/jaxserve.v1.Inference/{method}", message.SerializeToString()
+        try:
+            if method == "Generate":
+                for _ in channel.unary_stream(path)(body, timeout=self.left_s, metadata=self.metadata):
+                    pass
+            else:
+                channel.unary_unary(path)(body, timeout=self.left_s, metadata=self.metadata)
+        except (grpc.RpcError, ValueError) as error:  # a ValueError: the channel was closed
+            code = error.code().name if isinstance(error, grpc.Call) else type(error).__name__
+            self.count(code, error.details() or "" if isinstance(error, grpc.Call) else str(error))
+        else:
+            self.count("OK")
+
+    # ---- the other caller --------------------------------------------------------------------------------------------
+
+    def as_other(self) -> "Attacker":
+        """The other key, with the same time, for what a kind measures beside chats."""
+        return Attacker(self._http_port, self._grpc_port, self._other_key, self.key, self.left_s)
+
+    def afterwards(self) -> "Attacker":
+        """The same key, with some more seconds, for what a kind puts in order."""
+        return Attacker(self._http_port, self._grpc_port, self.key, self._other_key, 10.0)
+
+    def get(self, path: str) -> dict[str, Any]:
+        """What a GET of JSON gives, {} where it fails."""
+        connection = http.client.HTTPConnection(HOST, self._http_port, timeout=self.left_s)
+        try:
+            connection.request("GET", path, headers={"authorization": f"Bearer {self.key}"})
+            return json.loads(connection.getresponse().read())
+        except (OSError, http.client.HTTPException, ValueError):
+            return {}
+        finally:
+            connection.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """`shows`: in a few words, what would be hurt. `server`: which one it needs. `attack` ends with its time."""
+
+    name: str
+    shows: str
+    server: Literal["text", "vision"]
+    attack: Callable[[Attacker], None]
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def kind(shows: str, server: Literal["text", "vision"] = "text") -> Callable[[Callable[[Attacker], None]], Kind]:
+    """Puts a function into the table under its own name."""
+
+    def add(attack: Callable[[Attacker], None]) -> Kind:
+        made = Kind(attack.__name__, shows, server, attack)
+        KINDS[made.name] = made
+        return made
+
+    return add
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def jpeg_of_scans(side: int, scans: int) -> bytes:
+    """A progressive JPEG of one colour with `scans` empty scans, of which each costs a pass over all blocks."""
+    blocks = ((side + 7) // 8) ** 2
+    full = blocks // 32767
+    rest = blocks - full * 32767
+    assert rest >= 16384, "of the codes for runs of empty blocks only the longest is in the table"
+    bits = ("0" + "1" * 14) * full + "0" + format(rest - 16384, "014b")
+    bits += "1" * (-len(bits) % 8)
+    data = int(bits, 2).to_bytes(len(bits) // 8, "big").replace(b"\xff", b"\xff\0")
+
+    def table(number: bytes, symbol: bytes) -> bytes:
+        return b"\xff\xc4" + struct.pack(">H", 20) + number + b"\x01" + b"\0" * 15 + symbol
+
+    def scan(tail: bytes, rows: bytes) -> bytes:
+        return b"\xff\xda\0\x08\x01\x01\0" + tail + rows
+
+    frame = b"\xff\xc2" + struct.pack(">HBHHB", 11, 8, side, side, 1) + b"\1\x11\0"
+    head = b"\xff\xd8\xff\xdb\0\x43\0" + b"\1" * 64 + frame + table(b"\0", b"\0") + table(b"\x10", b"\xe0")
+    first = scan(b"\0\0\0", b"\0" * (blocks // 8 + 1)) + scan(b"\1\x3f\1", data)
+    return head + first + scan(b"\1\x3f\x10", data) * scans + b"\xff\xd9"
+
+
+def png_of_zeros(width: int, height: int) -> bytes:
+    """A black PNG, which has a thousandth of the bytes of its pixels."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    packer = zlib.compressobj(9)
+    rows = b"".join([*(packer.compress(b"\0" * (1 + 3 * width)) for _ in range(height)), packer.flush()])
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def of_pictures(*pictures: tuple[str, bytes]) -> dict[str, Any]:
+    """A chat that shows pictures, each a media type and a file."""
+    urls = [f"data:{media};base64,{base64.b64encode(data).decode()}" for media, data in pictures]
+    content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {
+        "messages": [{"role": "user", "content": [*content, {"type": "text", "text": "what?"}]}],
+        "max_tokens": 4,
+    }
+
+
+@kind("decoding of a picture without a bound of time", "vision")
+def jpeg_scans(by: Attacker) -> None:
+    sizes = (7071, 40_000), (7071, 40_000), (7071, 200), (2000, 400), (1200, 40_000)
+    bodies = [json.dumps(of_pictures(("image/jpeg", jpeg_of_scans(*size)))).encode() for size in sizes]
+    turns = itertools.cycle(bodies)
+    by.spread(4, lambda: by.post(CHATS, next(turns)))
+
+
+@kind("pictures of 25 megapixels, 16 in a request", "vision")
+def png_megapixels(by: Attacker) -> None:
+    one = "image/png", png_of_zeros(5000, 5000)
+    bodies = [json.dumps(of_pictures(*[one] * count)).encode() for count in (1, 16)]
+    turns = itertools.cycle(bodies)
+    by.spread(4, lambda: by.post(CHATS, next(turns)))
+
+
+# ---- work of the encoder ---------------------------------------------------------------------------------------------
+
+
+@kind("texts of 4 MB to encode, 8 at a time")
+def tokenize(by: Attacker) -> None:
+    body = json.dumps({"prompt": "ab " * 1_390_000}).encode()
+    by.spread(8, lambda: by.post("/tokenize", body))
+
+
+@kind("texts of 4 MB to encode over gRPC, 24 at a time")
+def grpc_tokenize(by: Attacker) -> None:
+    message = pb.TokenizeRequest(text="ab " * 1_390_000)
+    with by.channel() as channel:
+        by.spread(24, lambda: by.call(channel, "Tokenize", message))
+
+
+@kind("a conversation of 60,000 messages")
+def long_chat(by: Attacker) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}] * 60_000, "max_tokens": 1}).encode()
+    by.spread(4, lambda: by.post(CHATS, body))
+
+
+@kind("arguments of a tool call that are 4 MB of empty lists")
+def tool_arguments(by: Attacker) -> None:
+    arguments = '{"a": [' + ",".join(["[]"] * 1_200_000) + "]}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages += [{"role": "tool", "tool_call_id": "1", "content": "b"}]
+    body = json.dumps({"messages": messages, "max_tokens": 1}).encode()
+    by.spread(2, lambda: by.post(CHATS, body))
+
+
+@kind("bodies that are lists of empty lists, and lists in lists")
+def nested_json(by: Attacker) -> None:
+    flat = b'{"prompt": "a", "max_tokens": 1, "metadata": {"a": [' + b",".join([b"[]"] * 1_300_000) + b"]}}"
+    deep = b'{"prompt": "a", "metadata": ' + b"[" * 2_000_000 + b"]" * 2_000_000 + b"}"
+    turns = itertools.cycle((flat, deep))
+    by.spread(4, lambda: by.post(COMPLETIONS, next(turns)))
+
+
+# ---- work of each step -----------------------------------------------------------------------------------------------
+
+
+@kind("stop strings, which are looked for after each token")
+def stop_strings(by: Attacker) -> None:
+    asked = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "n": 16}
+    many = json.dumps({**asked, "stop": [f"\1{k}" for k in range(16_384)]}).encode()
+    few = json.dumps({**asked, "stop": [chr(0x4E00 + k) * 100_000 for k in range(4)]}).encode()
+    turns = itertools.cycle((many, few))
+    by.spread(4, lambda: by.post(COMPLETIONS, next(turns)))
+
+
+@kind("grammars that are large or explode, another one each time")
+def grammars(by: Attacker) -> None:
+    numbers = itertools.count(1)
+
+    def ask_one() -> None:
+        k = next(numbers)
+        forms = (
+            {"regex": f"((a{{1,{900 + k}}}){{1,900}}b){{1,900}}"},
+            {"regex": "(a|aa)*" * (100 + k)},
+            {"regex": f"(.*a.{{{200 + k}}})"},
+            {"json": {"type": "array", "items": {"type": "string", "pattern": f"^([a-z]+)*{k}$"}, "maxItems": 100_000}},
+            {"json": {"enum": [f"{k}-{j}" * 4 for j in range(20_000)]}},
+            {"json": nested_schema(14, k)},
+            {"choice": [f"{k} {j}" for j in range(20_000)]},
+            {
+                "grammar": "start: "
+                + " ".join(f"a{j}?" for j in range(400))
+                + "".join(f'\na{j}: "x{k}"' for j in range(400))
+            },
+        )
+        by.post(COMPLETIONS, {"prompt": "a", "max_tokens": 20, "structured_outputs": forms[k % len(forms)]})
+
+    by.spread(4, ask_one)
+
+
+def nested_schema(depth: int, number: int) -> dict[str, Any]:
+    """A schema with 2 to the power of `depth` leaves."""
+    if depth == 0:
+        return {"type": "string", "maxLength": 20 + number}
+    half = nested_schema(depth - 1, number)
+    return {"type": "object", "properties": {"a": half, "b": half}, "required": ["a", "b"]}
+
+
+@kind("log-probabilities of 128 answers of one prompt")
+def logprobs_of_many(by: Attacker) -> None:
+    body = {"prompt": "a", "n": 128, "max_tokens": 900, "ignore_eos": True, "logprobs": 20}
+    by.spread(1, lambda: by.post(COMPLETIONS, body))
+
+
+@kind("log-probabilities of the tokens of 32 long prompts")
+def prompt_logprobs(by: Attacker) -> None:
+    prompts = [[100 + (k + j) % 300 for j in range(1000)] for k in range(32)]
+    body = {"prompt": prompts, "max_tokens": 1, "prompt_logprobs": 20}
+    by.spread(2, lambda: by.post(COMPLETIONS, body))
+
+
+@kind("an echoed prompt of 1,000 tokens, 128 times")
+def echo(by: Attacker) -> None:
+    body = {"prompt": [100 + k % 300 for k in range(1000)], "n": 128, "max_tokens": 1, "echo": True, "logprobs": 20}
+    by.spread(1, lambda: by.post(COMPLETIONS, body))
+
+
+@kind("bad words, biases and allowed tokens as many as a body holds")
+def large_sampling(by: Attacker) -> None:
+    asked = {"prompt": "a", "n": 16, "max_tokens": 100, "ignore_eos": True}
+    bodies = [
+        {**asked, "logit_bias": {str(k): 1.0 for k in range(200_000)}},
+        {**asked, "allowed_token_ids": [k % 300 for k in range(800_000)]},
+        {**asked, "bad_words": [f"w{k}" for k in range(200_000)]},
+        {**asked, "bad_words": ["ab" * 20_000] * 32},
+        {**asked, "stop_token_ids": [*range(400_000)]},
+    ]
+    turns = itertools.cycle([json.dumps(body).encode() for body in bodies])
+    by.spread(4, lambda: by.post(COMPLETIONS, next(turns)))
+
+
+# ---- places in the queue ---------------------------------------------------------------------------------------------
+
+
+@kind("4,096 sequences, which are all that may wait")
+def queue(by: Attacker) -> None:
+    for _ in range(4):
+        by.send(COMPLETIONS, {"prompt": ["a"] * 32, "n": 128, "max_tokens": 1000, "ignore_eos": True})
+    by.spread(2, lambda: by.post(COMPLETIONS, {"prompt": ["a"] * 32, "n": 128, "max_tokens": 1000}))
+
+
+@kind("300 streams with log-probabilities that nobody reads")
+def unread_streams(by: Attacker) -> None:
+    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 20}
+    for _ in range(300):
+        if not by.may_go_on():
+            break
+        by.send(COMPLETIONS, body)
+    by.wait()
+
+
+@kind("requests that are left as soon as they are sent")
+def aborts(by: Attacker) -> None:
+    body = {"prompt": "a", "n": 8, "max_tokens": 500, "ignore_eos": True, "stream": True}
+
+    def come_and_go() -> None:
+        raw = by.send(COMPLETIONS, body)
+        if raw is not None:
+            by.count("left")
+            by.close(raw)
+
+    by.spread(8, come_and_go)
+
+
+@kind("4,096 ids to abort over gRPC, and streams that are cancelled")
+def grpc_aborts(by: Attacker) -> None:
+    message = pb.AbortRequest(request_ids=[f"{k:0250d}" for k in range(4096)])
+    body = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=500)).SerializeToString()
+
+    with by.channel() as channel:
+
+        def come_and_go() -> None:
+            path = "/jaxserve.v1.Inference/Generate"
+            channel.unary_stream(path)(body, timeout=by.left_s, metadata=by.metadata).cancel()
+            by.call(channel, "Abort", message)
+
+        by.spread(8, come_and_go)
+
+
+@kind("a tenant of its own for every request")
+def tenants(by: Attacker) -> None:
+    by.spread(8, lambda: by.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "user": uuid.uuid4().hex * 100}))
+
+
+@kind("names of models and adapters that there are not, and paths")
+def unknown_names(by: Attacker) -> None:
+    def ask_one() -> None:
+        name = uuid.uuid4().hex * 100
+        by.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, "model": name})
+        by.post(f"/v1/{name}", {})
+        by.get(f"/v1/files/..%2f{name[:64]}")
+        by.get(f"/v1/models/{name}")
+
+    by.spread(8, ask_one)
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@kind("five uploads that miss their last byte, which fill the room of all bodies")
+def bodies_held(by: Attacker) -> None:
+    def hold(size: int) -> None:
+        try:
+            raw = by.connect()
+            raw.sendall(by.head("/v1/files", size, "multipart/form-data; boundary=x"))
+            block = b"x" * 2**20
+            for start in range(0, size - 1, len(block)):
+                raw.sendall(block[: size - 1 - start])
+            by.count("held")
+            answer = raw.recv(4096)
+            by.count(answer[9:12].decode() or "closed", answer.partition(b"\r\n\r\n")[2].decode(errors="replace"))
+        except OSError as error:
+            by.count("held until the end" if isinstance(error, TimeoutError) else type(error).__name__)
+
+    sizes = itertools.cycle((62_000_000, 62_000_000, 62_000_000, 62_000_000, 20_435_406))
+    by.spread(5, lambda: hold(next(sizes)))
+
+
+@kind("64 unread streams whose bodies of 4 MB count until they end")
+def metadata(by: Attacker) -> None:
+    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "logprobs": 20}
+    data = json.dumps({**body, "metadata": {"a": "x" * 4_190_000}}).encode()
+    for _ in range(65):
+        if not by.may_go_on():
+            break
+        by.send(COMPLETIONS, data)
+    by.wait()
+
+
+@kind("a gRPC message of 4 MB, 64 at a time")
+def grpc_messages(by: Attacker) -> None:
+    ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7] * 4_100_000))
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="a")] * 350_000)
+    turns = itertools.cycle((ids, pb.GenerateRequest(chat=chat)))
+    with by.channel() as channel:
+        by.spread(64, lambda: by.call(channel, "Generate", next(turns)))
+
+
+@kind("answers of 3 MB to keep")
+def stored_responses(by: Attacker) -> None:
+    body = json.dumps(
+        {"input": "a", "instructions": "", "metadata": {"a": "x" * 400}, "max_output_tokens": 16}
+    ).encode()
+    large = json.dumps({"input": "a b " * 700_000, "max_output_tokens": 16, "truncation": "auto"}).encode()
+    turns = itertools.cycle((body, body, body, large))
+    by.spread(4, lambda: by.post("/v1/responses", next(turns)))
+
+
+# ---- connections -----------------------------------------------------------------------------------------------------
+
+
+@kind("200 bodies that come a byte at a time")
+def slow_uploads(by: Attacker) -> None:
+    raws = []
+    for k in range(200):
+        with contextlib.suppress(OSError):
+            raws.append(by.connect())
+            raws[-1].sendall(by.head(COMPLETIONS, None if k % 2 else 1000))
+    while time.monotonic() < by.end_s:
+        for k, raw in enumerate(raws):
+            with contextlib.suppress(OSError):
+                raw.sendall(b"1\r\nx\r\n" if k % 2 else b"x")
+        time.sleep(min(0.5, by.left_s))
+
+
+@kind("streams whose clients have closed their half of the connection")
+def half_closed(by: Attacker) -> None:
+    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+
+    def one() -> None:
+        raw = by.send(COMPLETIONS, body)
+        if raw is not None:
+            with contextlib.suppress(OSError):
+                raw.shutdown(socket.SHUT_WR)
+                while raw.recv(65536):
+                    pass
+            by.count("ended")
+            by.close(raw)
+
+    by.spread(50, one)
+
+
+@kind("1,000 connections that say nothing")
+def connections(by: Attacker) -> None:
+    for _ in range(MOST_CONNECTIONS):
+        try:
+            by.connect()
+        except OSError as error:
+            by.count(type(error).__name__)
+            break
+        by.count("open")
+    by.wait()
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+@kind("a line of a batch with 24 MB of empty lists")
+def batch_line(by: Attacker) -> None:
+    lists = ",".join(["[]"] * 8_000_000)
+    text = '{"custom_id":"1","method":"POST","url":"/v1/completions","body":{"prompt":"a","max_tokens":1,"metadata":'
+    file = by.upload((text + '{"a":[' + lists + "]}}}").encode())
+    if file:
+        by.post("/v1/batches", {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"})
+    by.wait()
+
+
+@kind("a batch that runs for long, and that of another key behind it")
+def batches_wait(by: Attacker) -> None:
+    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "user": "slow"}
+    mine = by.batch(*[body] * 200, metadata={"a": "b"})
+    other = by.as_other()
+    begun_s = time.monotonic()
+    theirs = other.batch({"prompt": "a", "max_tokens": 1})
+    status = ""
+    while time.monotonic() < by.end_s and status != "completed":
+        status = other.get(f"/v1/batches/{theirs}").get("status", "")
+        time.sleep(min(0.1, by.left_s))
+    by.notes["the other key's batch"] = {"status": status, "seconds": round(time.monotonic() - begun_s, 1)}
+    by.wait()
+    by.afterwards().post(f"/v1/batches/{mine}/cancel", {})
+
+
+@kind("descriptions of batches that are large, and many of them")
+def batch_descriptions(by: Attacker) -> None:
+    file = by.upload(b'{"custom_id":"1","method":"POST","url":"/v1/completions","body":{"prompt":"a"}}')
+    made = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    large = json.dumps({**made, "metadata": {"a": "x" * 4_000_000}}).encode()
+    turns = itertools.cycle((large, json.dumps(made).encode()))
+    by.spread(4, lambda: by.post("/v1/batches", next(turns)))
+
+
+def run_kind(name: str, http_port: int, grpc_port: int, keys: tuple[str, str], seconds: float) -> dict[str, Any]:
+    """Runs the attack of a kind with the first of the keys, and leaves. Returns what came of it."""
+    by = Attacker(http_port, grpc_port, *keys, seconds)
+    try:
+        KINDS[name].attack(by)
+    finally:
+        by.leave()
+    time.sleep(0.5)  # its threads see that, and count what they have waited for
+    return {"outcomes": dict(by.outcomes), "examples": by.examples, **by.notes}
