@@ -1,4 +1,4 @@
-"""What the README and docs/simulation.md say of policies, as it stands there, on the demo model and on the simulator."""
+"""What the README and docs/simulation.md say of policies, as it stands there, on the demo model and the simulator."""
 
 import ast
 import json
