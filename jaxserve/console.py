@@ -20,6 +20,7 @@ from jaxserve.config.schema import RuntimeConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.offline import Counts, Result
 from jaxserve.offline.jsonl import Entry
+from jaxserve.progress import error_console
 from jaxserve.telemetry.logs import JsonFormatter
 
 _REFRESH_S = 0.1
@@ -95,7 +96,7 @@ class BatchBar:
         self._bar: rich.progress.Progress | None = None
         if not shown:
             return
-        console = rich.console.Console(stderr=True)
+        console = error_console()
         # The widget of a notebook takes messages from the thread of the cell alone, so that no other may draw there.
         self._draws_itself = not console.is_jupyter
         self._bar = rich.progress.Progress(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import rich.console
+import rich.logging
 import rich.progress
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ def show_progress(*, shown: bool = True, write: Callable[[str], None] | None = N
     if not shown:
         yield Quiet()
         return
-    console = rich.console.Console(stderr=True)
+    console = error_console()
     if console.is_jupyter:
         write = _notebook_line()
     elif console.is_terminal:
@@ -138,6 +139,15 @@ def show_progress(*, shown: bool = True, write: Callable[[str], None] | None = N
         heart.join()
         if console.is_jupyter:
             lines.clear()
+
+
+def error_console() -> rich.console.Console:
+    """The console of the log, where that writes to a terminal: a bar moves aside only for lines of its own console."""
+    handlers = logging.getLogger(__package__).handlers
+    return next(
+        (handler.console for handler in handlers if isinstance(handler, rich.logging.RichHandler)),
+        rich.console.Console(stderr=True),
+    )
 
 
 def plain_lines() -> Lines:

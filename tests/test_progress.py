@@ -1,7 +1,11 @@
 """What a long job says: lines by a fake clock, the choice between bar, log and stderr."""
 
+import contextlib
 import io
 import logging
+import os
+import pty
+import re
 import subprocess
 import sys
 import threading
@@ -114,6 +118,52 @@ def test_a_terminal_has_one_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) 
     assert written == []
     assert "compiling: 3 of 7 decode 16x16" in screen.getvalue()
     assert "\x1b[2K" in screen.getvalue().rpartition("16x16")[2], "the line is erased"
+
+
+ON_A_TERMINAL = """
+import logging
+from jaxserve.config.schema import RuntimeConfig
+from jaxserve.console import BatchBar, set_up_logging
+from jaxserve.offline import Counts
+from jaxserve.progress import show_progress
+
+set_up_logging(RuntimeConfig())
+log = logging.getLogger("jaxserve.test")
+with show_progress() as shown:
+    for number in range(3):
+        shown.begin(f"phase {number}")
+        log.info("line %d", number)
+        shown.count(1, 2, "part")
+with BatchBar(2) as bar:
+    log.info("line 3")
+"""
+
+
+def printed_on_a_terminal(command: list[str]) -> str:
+    """What a command writes on a terminal of its own. It must end with 0."""
+    ours, its = pty.openpty()
+    chunks: list[bytes] = []
+    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env={**os.environ, "TERM": "xterm"}) as child:
+        os.close(its)
+        with contextlib.suppress(OSError):  # how Linux tells that the other end is closed
+            while chunk := os.read(ours, 4096):
+                chunks.append(chunk)
+        os.close(ours)
+    printed = b"".join(chunks).decode()
+    assert child.returncode == 0, printed
+    return printed
+
+
+def test_bars_move_aside_for_lines_of_the_log() -> None:
+    """In a real terminal: whatever a bar has drawn on a line is erased before the log writes there."""
+    arguments = ["-W", "error", "-c", ON_A_TERMINAL]
+    printed = printed_on_a_terminal([sys.executable, *arguments])
+    lines = [row for row in printed.split("\n") if "INFO" in row]
+    assert len(lines) == 4, printed
+    for number, row in enumerate(lines):
+        before = re.split(r"\r|\x1b\[2K", row.partition("INFO")[0])[-1]
+        assert re.fullmatch(r"(\x1b\[[\d;?]*\w|\[\d\d:\d\d:\d\d\]|\s)*", before), (before, printed)
+        assert f"line {number}" in re.sub(r"\x1b\[[\d;?]*\w", "", row)
 
 
 class _Stop(Exception):

@@ -25,6 +25,13 @@ def test_every_file_it_names_exists(path: tuple[str, str]) -> None:
     assert (ROOT / (path[0] or path[1])).exists(), path
 
 
+def test_the_front_page_is_short_and_the_index_has_every_page() -> None:
+    assert len(README.splitlines()) <= 220
+    index = (ROOT / "docs/README.md").read_text()
+    missing = [page.name for page in (ROOT / "docs").glob("*.md") if f"]({page.name}" not in index]
+    assert missing == ["README.md"], "each page has a line in docs/README.md, which does not name itself"
+
+
 def anchors(page: Path) -> set[str]:
     """The headings of a page as GitHub names them in links."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)

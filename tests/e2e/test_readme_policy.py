@@ -1,4 +1,4 @@
-"""What the README says of policies, as it stands there, on the model inside the package and on the simulator."""
+"""What the README and docs/simulation.md say of policies, as it stands there, on the demo model and the simulator."""
 
 import ast
 import json
@@ -77,15 +77,16 @@ def test_on_the_simulator(
 
 
 def test_figures_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`jaxserve simulate` as it is pasted, and the medians before it."""
-    [command] = re.findall(r"^(jaxserve simulate (?:.*\\\n)*.*)$", README, re.MULTILINE)
+    """`jaxserve simulate` as docs/simulation.md has it, and the medians before it."""
+    page = (ROOT / "docs/simulation.md").read_text()
+    [command] = re.findall(r"^(jaxserve simulate (?:.*\\\n)*.*)$", page, re.MULTILINE)
     monkeypatch.chdir(ROOT)
     arguments = shlex.split(command.replace("\\\n", " "))[1:]
     assert main([*arguments, "--json", str(tmp_path / "runs.json")]) == 0
     runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
     assert [run["label"] for run in runs] == ["fcfs", "sjf"]
     first_come, shortest = (f"{run['median_ttft_ms']:.0f}" for run in runs)
-    text = " ".join(README.split())
+    text = " ".join(page.split())
     assert f"reduces the median time to the first token from {first_come} to {shortest} ms" in text
 
 

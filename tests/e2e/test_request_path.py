@@ -1,4 +1,4 @@
-"""The functions of ours that a request crosses, found by following one, are those that the README lists.
+"""The functions of ours that a request crosses, found by following one, are those that docs/architecture.md lists.
 
 What counts is decided at stations, where the request goes from one part to the next: it is prepared, submitted, added
 to the scheduler, planned, given to the device, read from it, committed, handed to its reader, told to its client. A
@@ -30,7 +30,7 @@ from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.http import chat, make_app
 
 PACKAGE = Path(jaxserve.__file__).parent
-README = (PACKAGE.parent / "README.md").read_text()
+PAGE = (PACKAGE.parent / "docs/architecture.md").read_text()
 
 # The compiled step, the sink and the send of the web server are stations beside these.
 STATIONS = (
@@ -126,8 +126,8 @@ def follower(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Follower]:
 
 
 def listed(heading: str) -> list[str]:
-    """The functions of one list of the README, in its order."""
-    section = README.split(f"### {heading}\n")[1].split("\n#")[0]
+    """The functions of one list of the page, in its order."""
+    section = PAGE.split(f"### {heading}\n")[1].split("\n#")[0]
     return re.findall(r"^\d+\. `(\S+)`", section, re.MULTILINE)
 
 
