@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.errors import InvalidRequest, MessagesFull, Status
 from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, reason_of
-from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.serve.status import GRPC_CODES, public_message, status_of
 from jaxserve.serve.status_details import details_of
 

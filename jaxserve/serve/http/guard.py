@@ -132,7 +132,7 @@ class Guard:
                         break
         await send({"type": "http.response.body", "body": b""})
 
-    async def _read_body(self, scope: Scope, receive: Receive, owner: bytes) -> bytes | None:
+    async def _read_body(self, scope: Scope, receive: Receive, owner: str) -> bytes | None:
         """The whole body, which counts until its request ends; None when the client left before its end. Raises
         HttpRefusal."""
         limit, setting = self._larger.get(scope["path"], (self._max_body_bytes, "serve.http.max_body_bytes"))
@@ -178,7 +178,7 @@ def _too_large(size: int, limit: int, setting: str) -> HttpRefusal:
     return HttpRefusal(413, text)
 
 
-def _too_many(room: SharedRoom[bytes], owner: bytes) -> HttpRefusal:
+def _too_many(room: SharedRoom[str], owner: str) -> HttpRefusal:
     text = (
         f"there is no room for this body: those of all requests have {room.total} bytes and yours {room.held(owner)}; "
         f"together they may have {room.most} (serve.http.max_bodies_bytes), and while these are taken a caller may "
