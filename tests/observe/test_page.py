@@ -138,6 +138,35 @@ def test_all_sizes_and_both_themes(browser: Browser, scheme: Literal["light", "d
         page.close()
 
 
+@pytest.mark.parametrize(("width", "height"), [(320, 640), (390, 844), (844, 390), (768, 1024)])
+def test_parts_have_their_heights_on_a_phone(browser: Browser, width: int, height: int) -> None:
+    """One column: nothing scrolls within the page but messages, no hole is under the field, and a line can be begun."""
+    with watched() as parts:
+        page = browser.new_context(viewport={"width": width, "height": height}, has_touch=True, is_mobile=True).new_page()
+        open_page(page, parts)
+        answer_page(page, piece(ANSWER, "stop"), USAGE, "[DONE]")
+        page.locator("#prompt").fill("hi")
+        page.click("#send")
+        expect(page.locator(".messages .facts")).to_have_count(1)
+        gaps = page.evaluate(
+            """() => { const box = (name) => document.querySelector(name).getBoundingClientRect();
+                const hidden = (name) => { const e = document.querySelector(name); return e.scrollHeight - e.clientHeight; };
+                return { engine: hidden("#live"), hole: box(".chat").bottom - box("#chat-form").bottom,
+                    messages: box("#messages").height, chat: box(".chat").height }; }"""
+        )
+        assert gaps["engine"] <= 1, "all of the engine's part is shown"
+        assert gaps["hole"] < 40, gaps
+        assert gaps["messages"] > 100 and gaps["chat"] <= max(height, 26 * 16), gaps
+        page.locator("#prompt").fill("one")
+        page.locator("#prompt").press("Enter")
+        page.locator("#prompt").press_sequentially("two")
+        assert page.locator("#prompt").input_value() == "one\ntwo"
+        page.click("#chats-toggle")
+        page.locator("#chat-list .open").first.click()
+        expect(page.locator("#chats")).to_be_hidden()
+        page.context.close()
+
+
 def test_several_replicas_and_one_that_dies(page: Page) -> None:
     parts, second = Served(tokenizer=ByteTokenizer()), Parts(tokenizer=ByteTokenizer())
     first = parts.engine
