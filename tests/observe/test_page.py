@@ -141,16 +141,18 @@ def test_all_sizes_and_both_themes(browser: Browser, scheme: Literal["light", "d
 @pytest.mark.parametrize(("width", "height"), [(320, 640), (390, 844), (844, 390), (768, 1024)])
 def test_parts_have_their_heights_on_a_phone(browser: Browser, width: int, height: int) -> None:
     """One column: nothing scrolls within the page but messages, no hole is under the field, and a line can be begun."""
+    screen: ViewportSize = {"width": width, "height": height}
     with watched() as parts:
-        page = browser.new_context(viewport={"width": width, "height": height}, has_touch=True, is_mobile=True).new_page()
+        page = browser.new_context(viewport=screen, has_touch=True, is_mobile=True).new_page()
         open_page(page, parts)
         answer_page(page, piece(ANSWER, "stop"), USAGE, "[DONE]")
         page.locator("#prompt").fill("hi")
         page.click("#send")
         expect(page.locator(".messages .facts")).to_have_count(1)
         gaps = page.evaluate(
-            """() => { const box = (name) => document.querySelector(name).getBoundingClientRect();
-                const hidden = (name) => { const e = document.querySelector(name); return e.scrollHeight - e.clientHeight; };
+            """() => { const part = (name) => document.querySelector(name);
+                const box = (name) => part(name).getBoundingClientRect();
+                const hidden = (name) => part(name).scrollHeight - part(name).clientHeight;
                 return { engine: hidden("#live"), hole: box(".chat").bottom - box("#chat-form").bottom,
                     messages: box("#messages").height, chat: box(".chat").height }; }"""
         )

@@ -346,12 +346,13 @@ $$
 
 \[\int x\,dx\]
 
-It costs $5 and $10, or $5-$10; `$a$` is code, \$a$ too; $\wrong{$ and \href{javascript:alert(1)}{x} $\href{javascript:alert(2)}{x}$ stay.
+It costs $5 and $10, or $5-$10; `$a$` is code, \$a$ too; $\wrong{$ and
+\href{javascript:alert(1)}{x} $\href{javascript:alert(2)}{x}$ stay.
 """
 
 
 def test_formulas_are_drawn_whole(page: Page) -> None:
-    """No star or backslash of a formula is Markdown's, prices are no formulas, and what cannot be drawn stays as it is."""
+    """No star or backslash of a formula is Markdown's, prices are no formulas, and others than temml's stay as they are."""
     with watched() as parts:
         open_page(page, parts)
         answer_page(page, piece(FORMULAS, "stop"), "[DONE]")
