@@ -352,7 +352,7 @@ It costs $5 and $10, or $5-$10; `$a$` is code, \$a$ too; $\wrong{$ and
 
 
 def test_formulas_are_drawn_whole(page: Page) -> None:
-    """No star or backslash of a formula is Markdown's, prices are no formulas, and others than temml's stay as they are."""
+    """No star or backslash of a formula is Markdown's, prices are no formulas, what cannot be drawn stays as it was."""
     with watched() as parts:
         open_page(page, parts)
         answer_page(page, piece(FORMULAS, "stop"), "[DONE]")
