@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from page_parts import LASTING_S, USAGE, answer_page, ask_page, needs_chromium, open_page, piece
-from playwright.sync_api import Browser, Page, ViewportSize, expect
+from playwright.sync_api import Browser, Page, Route, ViewportSize, expect
 from serve_parts import IdleStore, Parts, Served, served
 from watched import ask, until, until_idle, watched
 
