@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from page_parts import LASTING_S, USAGE, answer_page, ask_page, needs_chromium, open_page, piece
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, Page, Route, ViewportSize, expect
 from serve_parts import IdleStore, Parts, Served, served
 from watched import ask, until, until_idle, watched
 
@@ -136,6 +136,37 @@ def test_all_sizes_and_both_themes(browser: Browser, scheme: Literal["light", "d
         page.reload()
         expect(page.locator("html")).to_have_attribute("data-theme", other)
         page.close()
+
+
+@pytest.mark.parametrize(("width", "height"), [(320, 640), (390, 844), (844, 390), (768, 1024)])
+def test_parts_have_their_heights_on_a_phone(browser: Browser, width: int, height: int) -> None:
+    """One column: nothing scrolls within the page but messages, no hole is under the field, and a line can be begun."""
+    screen: ViewportSize = {"width": width, "height": height}
+    with watched() as parts:
+        page = browser.new_context(viewport=screen, has_touch=True, is_mobile=True).new_page()
+        open_page(page, parts)
+        answer_page(page, piece(ANSWER, "stop"), USAGE, "[DONE]")
+        page.locator("#prompt").fill("hi")
+        page.click("#send")
+        expect(page.locator(".messages .facts")).to_have_count(1)
+        gaps = page.evaluate(
+            """() => { const part = (name) => document.querySelector(name);
+                const box = (name) => part(name).getBoundingClientRect();
+                const hidden = (name) => part(name).scrollHeight - part(name).clientHeight;
+                return { engine: hidden("#live"), hole: box(".chat").bottom - box("#chat-form").bottom,
+                    messages: box("#messages").height, chat: box(".chat").height }; }"""
+        )
+        assert gaps["engine"] <= 1, "all of the engine's part is shown"
+        assert gaps["hole"] < 40, gaps
+        assert gaps["messages"] > 100 and gaps["chat"] <= max(height, 26 * 16), gaps
+        page.locator("#prompt").fill("one")
+        page.locator("#prompt").press("Enter")
+        page.locator("#prompt").press_sequentially("two")
+        assert page.locator("#prompt").input_value() == "one\ntwo"
+        page.click("#chats-toggle")
+        page.locator("#chat-list .open").first.click()
+        expect(page.locator("#chats")).to_be_hidden()
+        page.context.close()
 
 
 def test_several_replicas_and_one_that_dies(page: Page) -> None:

@@ -338,6 +338,36 @@ def test_markdown(page: Page) -> None:
         assert wrong == []
 
 
+FORMULAS = r"""Inline $a*b*c$, \(x_1 * y_1\) and $\{1,2\}$; \[a^2\] too.
+
+$$
+\begin{matrix} 1 & 2 \\ 3 & 4 \end{matrix}
+$$
+
+\[\int x\,dx\]
+
+It costs $5 and $10, or $5-$10; `$a$` is code, \$a$ too; $\wrong{$ and
+\href{javascript:alert(1)}{x} $\href{javascript:alert(2)}{x}$ stay.
+"""
+
+
+def test_formulas_are_drawn_whole(page: Page) -> None:
+    """No star or backslash of a formula is Markdown's, prices are no formulas, what cannot be drawn stays as it was."""
+    with watched() as parts:
+        open_page(page, parts)
+        answer_page(page, piece(FORMULAS, "stop"), "[DONE]")
+        ask_page(page, "hi")
+        text = page.locator(".messages .assistant .text")
+        expect(text.locator("math")).to_have_count(6)
+        expect(text.locator(".formula-apart math")).to_have_count(2)
+        expect(text.locator("mtd")).to_have_text(["1", "2", "3", "4"])
+        expect(text.locator("math").first).to_have_text("a\u2217b\u2217c")
+        expect(text).to_contain_text("It costs $5 and $10, or $5-$10; $a$ is code, $a$ too;")
+        expect(text).to_contain_text(r"$\wrong{$ and")
+        expect(text).to_contain_text(r"$\href{javascript:alert(2)}{x}$ stay.")
+        expect(text.locator("em, a")).to_have_count(0)
+
+
 def test_thoughts_are_folded_and_not_sent_back(page: Page) -> None:
     with watched() as parts:
         open_page(page, parts)

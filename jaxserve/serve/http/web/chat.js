@@ -53,7 +53,8 @@ export class Chat {
     // A field that is hidden cannot say what is wrong with it.
     form.addEventListener("invalid", (event) => event.target.closest("details")?.setAttribute("open", ""), true);
     prompt.addEventListener("keydown", (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      // A phone's keyboard has no other way to begin a line, and the button is under the thumb.
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !matchMedia("(pointer: coarse)").matches) {
         event.preventDefault();
         form.requestSubmit();
       }

@@ -1,13 +1,43 @@
 // Markdown of a model as nodes of the page. marked cuts the text into tokens; each becomes an element that is made here, with
 // text set as text. No string is ever read as HTML, so tags of an answer are shown as they stand, and nothing is loaded:
-// pictures become links. Formulas are left as they are written.
+// pictures become links. Formulas are cut out before Markdown reads their stars and backslashes, and temml draws them.
 
 import { copyButton } from "./copy.js";
-import { lexer } from "./marked.esm.js";
+import { Marked } from "./marked.esm.js";
+import temml from "./temml.esm.js";
 
 const DEEPEST = 30; // of lists in quotes in lists; what is deeper is shown as it was written
 const LONGEST = 200_000; // characters; a longer answer is shown as it was written
 const SCHEMES = ["http:", "https:", "mailto:"];
+
+const DRAWN = { throwOnError: true, trust: false, maxSize: [10, 50], maxExpand: 500 }; // sizes in em
+
+// A formula within a line of text, of at most 10,000 characters. A dollar is a price where a blank is inside of it, or a
+// digit after the second one, and no formula holds what begins code.
+const INLINE = /^(?:\$\$(?!\$)((?:\\[^]|[^\\$`]){1,10000}?)\$\$|\$(?![\s$])((?:\\[^]|[^\\$\n`])*?(?:[^\s\\$`]|\\\S))\$(?!\d)|\\\(([^]{1,10000}?)\\\)|\\\[([^]{1,10000}?)\\\])/;
+// One that stands alone.
+const BLOCK = /^ {0,3}(?:\$\$((?:\\[^]|[^\\$]){1,10000}?)\$\$|\\\[([^]{1,10000}?)\\\])[ \t]*(?:\n+|$)/;
+
+function formula(level, pattern) {
+  return {
+    name: `${level}Formula`,
+    level,
+    start: (source) => {
+      const found = source.search(level === "block" ? /(?<=^|\n) {0,3}(?:\$\$|\\\[)/ : /\$|\\[([]/);
+      return found < 0 ? undefined : found;
+    },
+    tokenizer(source) {
+      const found = pattern.exec(source);
+      if (!found) return undefined;
+      const body = found.slice(1).find((part) => part !== undefined);
+      const apart = level === "block";
+      if (!body.trim() || /\n[ \t]*\n/.test(body)) return undefined;
+      return { type: `${level}Formula`, raw: found[0], body, apart };
+    },
+  };
+}
+
+const reader = new Marked({ gfm: true, breaks: true, extensions: [formula("inline", INLINE), formula("block", BLOCK)] });
 
 const names = new Map(); // character references that were met, by their name
 
@@ -78,6 +108,20 @@ function heading({ depth: size, level, tokens }, depth) {
   return element(level ? `h${level}` : "p", nodes(tokens, depth), `heading size-${size}`);
 }
 
+// What temml cannot read is shown as it was written.
+function drawn({ body, raw, apart }) {
+  const math = element("span", [], "formula");
+  try {
+    temml.render(body, math, { ...DRAWN, displayMode: apart });
+  } catch {
+    math.replaceChildren(raw.trim());
+  }
+  if (!apart) return math;
+  const made = scroller("div", math, "Formula");
+  made.className = "formula-apart";
+  return made;
+}
+
 const text = (token, depth) => (token.tokens ? nodes(token.tokens, depth) : [decode(token.text)]);
 const wrapped = (name) => (token, depth) => [element(name, nodes(token.tokens, depth))];
 
@@ -100,6 +144,8 @@ const KINDS = {
   list: (token, depth) => [list(token, depth)],
   table: (token, depth) => [table(token, depth)],
   link: (token, depth) => [link(token.href, nodes(token.tokens, depth))],
+  inlineFormula: (token) => [drawn(token)],
+  blockFormula: (token) => [drawn(token)],
   image: (token) => [link(token.href, [`[picture: ${decode(token.text) || token.href}]`])],
 };
 
@@ -122,7 +168,7 @@ function giveLevels(tokens) {
 function cut(text) {
   if (text.length <= LONGEST) {
     try {
-      const tokens = lexer(text, { gfm: true, breaks: true });
+      const tokens = reader.lexer(text);
       giveLevels(tokens);
       return tokens;
     } catch (error) {

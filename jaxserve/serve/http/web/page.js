@@ -20,7 +20,7 @@ function startKey() {
   });
 }
 
-// A button that opens and closes a part of the page. It stays as the reader left it.
+// A button that opens and closes a part of the page. It stays as the reader left it. Returns what opens and closes it.
 function startToggle(button, part, isOpenAtFirst) {
   const set = (isOpen) => {
     part.hidden = !isOpen;
@@ -31,10 +31,16 @@ function startToggle(button, part, isOpenAtFirst) {
     set(part.hidden);
     keep(part.id, !part.hidden);
   });
+  return set;
 }
 
 startKey();
-startToggle(by("chats-toggle"), by("chats"), matchMedia("(min-width: 60rem)").matches);
+const wide = matchMedia("(min-width: 60rem)");
+const showChats = startToggle(by("chats-toggle"), by("chats"), wide.matches);
+by("chats").addEventListener("click", ({ target }) => {
+  if (!wide.matches && target.closest(".open, #new-chat")) showChats(false); // the chat is below the list there
+});
+if (matchMedia("(pointer: coarse)").matches) by("prompt").placeholder = "Message";
 startToggle(by("live-toggle"), by("live"), true);
 by("skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address names the chat
