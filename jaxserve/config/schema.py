@@ -699,7 +699,10 @@ class ServeConfig(Section):
 
     host: str = pydantic.Field(default="127.0.0.1", description="Address to listen on.")
     encode_threads: int = pydantic.Field(
-        default=2, ge=1, description="Threads that encode prompts, so that long prompts do not delay streams."
+        default=2,
+        ge=1,
+        description="Threads that encode prompts, so that long prompts do not delay streams. One more is for callers "
+        "of whose prompts none is being encoded.",
     )
     max_prompts: int = pydantic.Field(
         default=2048, ge=1, description="Prompts, inputs to embed, or documents to score, of one call."

@@ -14,11 +14,11 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions
 from jaxserve.engine.base import Answering, refusal_of
+from jaxserve.engine.daemon_threads import DaemonThreads
 from jaxserve.engine.embedding import embedding_of, pooling_params
 from jaxserve.engine.inputs import Prompt
 from jaxserve.engine.outputs import Update
@@ -32,6 +32,7 @@ from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError
 T = TypeVar("T")
 E_co = TypeVar("E_co", bound=Answering, covariant=True)
 
+_SPARE_THREADS = 1  # beside those that one owner may have all: for one of whose prompts none is being encoded
 _SUBMITTED_AT_ONCE = 32  # requests of one call; then other coroutines have their turn
 _READ_AT_ONCE = 32  # updates of one call, likewise
 
@@ -107,7 +108,7 @@ class AsyncEngine(Generic[E_co]):
         self._max_text_chars = max_text_chars
         self._max_answer_bytes = max_answer_bytes
         self._tenants = tenants
-        self._pool = ThreadPoolExecutor(encode_threads, thread_name_prefix="jaxserve-encode")
+        self._threads = DaemonThreads("jaxserve-encode", encode_threads, spare=_SPARE_THREADS)
         self._closed = False
         self._pending: SharedRoom[str] = SharedRoom(0)  # sequences of prompts to be encoded; other work counts as one
         self._readers: dict[asyncio.AbstractEventLoop, _Readers] = {}  # of the loops that have running streams
@@ -120,7 +121,8 @@ class AsyncEngine(Generic[E_co]):
 
         `prompts`, `n`: of the call that this begins, which has a sequence for each of both; 0: it begins none. What
         there is no room for is refused here, before anything is encoded or made for a sequence. `tenant`: whose call it
-        is; None: one that was accepted elsewhere, or of which nothing is counted. `owner`: see `RequestOptions`.
+        is; None: one that was accepted elsewhere, or of which nothing is counted. `owner`: as `Request.owner`; threads
+        that are free work for the owner that has fewest. A cancel leaves the queue: work that waits is never begun.
 
         Raises what `work` raises, EngineStopped after `close` or once the engine has died, InvalidRequest for a call
         that could never be taken, QueueFull when as much waits as may wait at all, and TenantLimited.
@@ -142,7 +144,7 @@ class AsyncEngine(Generic[E_co]):
         weight = prompts * n if prompts else 1
         pending.enter(owner, weight, at_any_rate=True)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return await asyncio.wrap_future(self._threads.submit(owner, work))
         finally:
             pending.leave(owner, weight)
 
@@ -306,4 +308,4 @@ class AsyncEngine(Generic[E_co]):
         if not self._closed:
             self._closed = True
             self.engine.unwatch_deliveries(self._flush)
-        self._pool.shutdown(wait=False)
+        self._threads.close()

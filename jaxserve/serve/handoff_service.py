@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import grpc
@@ -13,6 +12,7 @@ import grpc
 from jaxserve.api import FinishReason, Pooling, Request
 from jaxserve.engine import AnyEngine, AsyncEngine, Engine, pooling_params
 from jaxserve.engine.base import refusal_of
+from jaxserve.engine.daemon_threads import DaemonThreads
 from jaxserve.engine.exchanging import Exchanger
 from jaxserve.errors import Draining, EngineStopped, InvalidRequest, QueueFull, UnsupportedOption
 from jaxserve.kv.leases import LeaseName
@@ -60,7 +60,7 @@ class HandoffService(pb_grpc.HandoffServicer):
         self._sender = HandoffSender(setup, exchanger, self.counts) if config.role != "decode" else None
         self._receiver = HandoffReceiver(setup, exchanger, self.counts) if config.role != "prefill" else None
         self._num_prefills = 0  # that are computed, or wait for their ticket
-        self._threads = ThreadPoolExecutor(config.max_pulls + _EXTRA_THREADS, thread_name_prefix="jaxserve-handoff")
+        self._threads = DaemonThreads("jaxserve-handoff", config.max_pulls + _EXTRA_THREADS)
 
     def start(self) -> str | None:
         """Opens the port on which pages are fetched; returns its address. Raises ConfigError."""
@@ -72,7 +72,7 @@ class HandoffService(pb_grpc.HandoffServicer):
             self._sender.stop()
         if self._receiver is not None:
             self._receiver.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close(cancel=True)
 
     @property
     def num_owed(self) -> int:
@@ -232,4 +232,4 @@ class HandoffService(pb_grpc.HandoffServicer):
             receiver.release(receipt)
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, functools.partial(work, *args))
+        return await asyncio.wrap_future(self._threads.submit("", functools.partial(work, *args)))

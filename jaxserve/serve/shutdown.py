@@ -4,10 +4,19 @@ What a server does in a drain is its own affair (`service`, `route`).
 """
 
 import asyncio
+import functools
 import math
+import os
 import signal
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
+from jaxserve.engine.daemon_threads import DaemonThreads
+
+T = TypeVar("T")
+
+_THREADS_S = 2.0  # for what threads of the event loop have begun, such as the writing of a file
 _HURRY_S = 2.0  # for a step to end and for last messages to leave, after a second signal
 
 
@@ -56,6 +65,22 @@ class Shutdown:
             await asyncio.gather(task, hurried, return_exceptions=True)
 
 
+class _LoopThreads(ThreadPoolExecutor):
+    """Those of `asyncio.to_thread`. An event loop takes only a ThreadPoolExecutor, and waits for its threads, as Python
+    does at its end: work that nothing can stop would hold up the end of the server for as long as it lasts."""
+
+    def __init__(self) -> None:
+        count = min(32, (os.cpu_count() or 1) + 4)  # as many as an event loop has otherwise
+        super().__init__(count)
+        self._daemons = DaemonThreads("jaxserve-loop", count)
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        return self._daemons.submit("", functools.partial(fn, *args, **kwargs))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._daemons.close(cancel=cancel_futures, timeout_s=_THREADS_S if wait else 0.0)
+
+
 def run_with_signals(work: Callable[[Shutdown], Awaitable[int]]) -> int:
     """Runs `work` on an event loop of its own, whose flags are set by SIGTERM, SIGINT and SIGHUP, that of a closed
     terminal, unless `nohup` has it ignored. Must be called on the main thread."""
@@ -63,6 +88,7 @@ def run_with_signals(work: Callable[[Shutdown], Awaitable[int]]) -> int:
     async def main() -> int:
         shutdown = Shutdown()
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(_LoopThreads())
         ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         for number in (signal.SIGTERM, signal.SIGINT, *(() if ignored else (signal.SIGHUP,))):
             loop.add_signal_handler(number, shutdown.request)

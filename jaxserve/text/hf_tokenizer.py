@@ -75,7 +75,8 @@ class HfTokenizer:
     def encode_plain(self, text: str) -> list[int]:
         """See `Tokenizer.encode_plain`."""
         check_text(text)
-        return self._plain.encode(text, add_special_tokens=False).ids
+        [encoded] = self._plain.encode_batch_fast([text], add_special_tokens=False)
+        return encoded.ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """See `Tokenizer.decode`."""
