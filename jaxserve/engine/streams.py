@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -112,7 +113,8 @@ class AsyncEngine(Generic[E_co]):
         is; None: one that was accepted elsewhere, or of which nothing is counted.
 
         Raises what `work` raises, EngineStopped after `close` or once the engine has died, InvalidRequest for a call
-        that could never be taken, QueueFull when as much waits as may wait at all, and TenantLimited.
+        that could never be taken, QueueFull when as much waits as may wait at all, and TenantLimited. After a cancel
+        nobody gets the result: work that waits is never begun, and pictures are decoded no further.
         """
         failure = self.engine.failure
         if self._closed or failure is not None:
@@ -130,10 +132,22 @@ class AsyncEngine(Generic[E_co]):
             )
         weight = prompts * n if prompts else 1
         self._num_pending += weight
+        left = threading.Event()
+        work = self._until(left.is_set, work)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
+            left.set()
             self._num_pending -= weight
+
+    def _until(self, has_left: Callable[[], bool], work: Callable[[], T]) -> Callable[[], T]:
+        """`work` that ends when the caller has left. A cancel does not reach a thread, but pictures, which take
+        longest, are decoded no further then."""
+        try:
+            pictures = self.engine.model.pictures
+        except EngineStopped:  # a router that does not know its model yet; work that needs it says so
+            return work
+        return work if pictures is None else pictures.for_caller(has_left, work)
 
     def _check_call(self, prompts: int, n: int) -> None:
         if n < 1:  # a call of less than nothing would be room for others
