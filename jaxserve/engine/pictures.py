@@ -8,10 +8,12 @@ model's processor (`vision`), which the engine knows as a `PictureReader`.
 import base64
 import binascii
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jaxserve.content import Picture, PlacedPicture
 from jaxserve.errors import InvalidRequest, JaxserveError, UnsupportedOption
+
+T = TypeVar("T")
 
 _TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 _PARTS = ("image_url", "image")  # of a chat: OpenAI's, and that of processors
@@ -23,6 +25,10 @@ class PictureReader(Protocol):
     def begin(self) -> Callable[[Any], Picture]:
         """For the pictures of one request, which share a limit of time: returns that of a file's bytes, or of an open
         one. Raises InvalidRequest."""
+        ...
+
+    def for_caller(self, has_left: Callable[[], bool], work: Callable[[], T]) -> Callable[[], T]:
+        """`work`, to be done on any thread, for a caller that may leave: then decoding in it raises CancelledError."""
         ...
 
     def expand(

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -122,10 +123,11 @@ class AsyncEngine(Generic[E_co]):
         `prompts`, `n`: of the call that this begins, which has a sequence for each of both; 0: it begins none. What
         there is no room for is refused here, before anything is encoded or made for a sequence. `tenant`: whose call it
         is; None: one that was accepted elsewhere, or of which nothing is counted. `owner`: as `Request.owner`; threads
-        that are free work for the owner that has fewest. A cancel leaves the queue: work that waits is never begun.
+        that are free work for the owner that has fewest.
 
         Raises what `work` raises, EngineStopped after `close` or once the engine has died, InvalidRequest for a call
-        that could never be taken, QueueFull when as much waits as may wait at all, and TenantLimited.
+        that could never be taken, QueueFull when as much waits as may wait at all, and TenantLimited. After a cancel
+        nobody gets the result: work that waits is never begun, and pictures are decoded no further.
         """
         failure = self.engine.failure
         if self._closed or failure is not None:
@@ -142,11 +144,23 @@ class AsyncEngine(Generic[E_co]):
                 "prompts wait to be encoded", "1 more is given", "sched.max_waiting", pending, owner, retry_after_s=1.0
             )
         weight = prompts * n if prompts else 1
+        left = threading.Event()
+        work = self._until(left.is_set, work)
         pending.enter(owner, weight, at_any_rate=True)
         try:
             return await asyncio.wrap_future(self._threads.submit(owner, work))
         finally:
+            left.set()
             pending.leave(owner, weight)
+
+    def _until(self, has_left: Callable[[], bool], work: Callable[[], T]) -> Callable[[], T]:
+        """`work` that ends when the caller has left. A cancel does not reach a thread, but pictures, which take
+        longest, are decoded no further then."""
+        try:
+            pictures = self.engine.model.pictures
+        except EngineStopped:  # a router that does not know its model yet; work that needs it says so
+            return work
+        return work if pictures is None else pictures.for_caller(has_left, work)
 
     def _check_call(self, prompts: int, n: int) -> None:
         if n < 1:  # a call of less than nothing would be room for others

@@ -12,7 +12,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
@@ -36,6 +36,8 @@ from jaxserve.serve.owners import Owner
 from jaxserve.serve.route_service import RouteService
 from jaxserve.serve.status import error_of_grpc
 from jaxserve.text import ChatTemplate, Tokenizer
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -310,6 +312,10 @@ class _NoPictures:
         raise UnsupportedOption(
             "the HTTP port of a router takes no pictures; send them to it over gRPC, or to the HTTP port of a server"
         )
+
+    def for_caller(self, has_left: Callable[[], bool], work: Callable[[], T]) -> Callable[[], T]:
+        del has_left
+        return work
 
     def begin(self) -> Callable[[Any], Picture]:
         def read(source: Any) -> Picture:

@@ -6,6 +6,7 @@ decoded. Offline use takes the same way, so that the same files are taken, and a
 """
 
 import concurrent.futures
+import contextlib
 import fcntl
 import functools
 import importlib.util
@@ -20,16 +21,17 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, TypeVar
 
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.vision.decoder_program import ANSWER, FULL, PIXELS, QUESTION, REFUSED, Refused, check_pixels, upright
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +103,24 @@ class Decoders:
         self._lock = threading.Lock()
         self._free: list[_Decoder] = []
         self._living: set[_Decoder] = set()
+        self._asked = threading.local()  # on a thread that works for a caller: `has_left`, whether that one has gone
         weakref.finalize(self, _end_all, self._living)  # also when the interpreter ends
+
+    def for_caller(self, has_left: Callable[[], bool], work: Callable[[], T]) -> Callable[[], T]:
+        """`work`, to be done on any thread, for a caller that may leave: then `open` in it raises CancelledError."""
+        return self._asked_by(has_left)(work)
+
+    @contextlib.contextmanager
+    def _asked_by(self, has_left: Callable[[], bool]) -> Iterator[None]:
+        self._asked.has_left = has_left
+        try:
+            yield
+        finally:
+            del self._asked.has_left
 
     def allow(self) -> TimeAllowed:
         """For the pictures of a request that begins now."""
-        return TimeAllowed(self._seconds, lambda: False)
+        return TimeAllowed(self._seconds, getattr(self._asked, "has_left", lambda: False))
 
     def open(self, source: "bytes | Image", allowed: TimeAllowed) -> "Image":
         """The picture upright, in RGB, as transformers loads it: transparency is dropped, of an animation the first
@@ -189,7 +204,7 @@ class _Decoder:
         for pipe in (self._stdin, self._stdout):
             os.set_blocking(pipe.fileno(), False)
             if sys.platform == "linux":  # fewer turns; what a user's pipes may have in all is limited
-                with suppress(OSError):
+                with contextlib.suppress(OSError):
                     fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     def is_alive(self) -> bool:

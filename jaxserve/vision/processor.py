@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from jaxserve.vision.decoding import Decoders, TimeAllowed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+T = TypeVar("T")
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -108,8 +110,13 @@ class PictureProcessor(abc.ABC):
                 "(vision.max_pictures); send fewer"
             )
 
+    def for_caller(self, has_left: Callable[[], bool], work: Callable[[], T]) -> Callable[[], T]:
+        """`work`, to be done on any thread, for a caller that may leave: then decoding in it raises CancelledError."""
+        return self._decoders.for_caller(has_left, work)
+
     def begin(self) -> "Callable[[bytes | Image], Picture]":
-        """`process` for the pictures of one request, which share the time that may be taken for them."""
+        """`process` for the pictures of one request, which share the time that may be taken for them. It raises
+        CancelledError when the caller has left."""
         return functools.partial(self._process, self._decoders.allow())
 
     def process(self, source: "bytes | Image") -> Picture:

@@ -1,6 +1,12 @@
-"""Files of pictures that cost more than they look like."""
+"""Files of pictures that cost more than they look like, and decoders that do what a test wants."""
 
 import struct
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from jaxserve.vision import decoding
 
 
 def jpeg_of_scans(scans: int, side: int) -> bytes:
@@ -22,3 +28,26 @@ def jpeg_of_scans(scans: int, side: int) -> bytes:
     tables = table(b"\0", b"\0") + table(b"\x10", b"\xe0")
     first = scan(bytes(3), bytes(blocks // 8 + 1)) + scan(b"\1\x3f\1", ended)
     return head + tables + first + scan(b"\1\x3f\x10", ended) * (scans - 2) + b"\xff\xd9"
+
+
+def use_program(monkeypatch: pytest.MonkeyPatch, directory: Path, body: str) -> None:
+    """Has decoders start a program that has read a file as `data`, with `seconds` for it, and does `body` then."""
+    head = """
+        import os, signal, struct, sys
+        def fill(size):
+            found = b""
+            while len(found) < size:
+                part = os.read(0, size - len(found))
+                if not part:
+                    sys.exit(0)
+                found += part
+            return found
+        def answer(kind, seconds, one, two, content=b""):
+            os.write(1, struct.pack("<BdII", kind, seconds, one, two) + content)
+        while True:
+            size, seconds = struct.unpack("<Qd", fill(16))
+            data = fill(size)
+    """
+    program = directory / "program.py"
+    program.write_text(textwrap.dedent(head) + textwrap.indent(textwrap.dedent(body), "    "))
+    monkeypatch.setattr(decoding, "_PROGRAM", program)

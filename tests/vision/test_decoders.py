@@ -9,13 +9,12 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from picture_files import jpeg_of_scans
+from picture_files import jpeg_of_scans, use_program
 from PIL import Image
 from serve_parts import WAIT_S, wait_until
 
@@ -43,29 +42,6 @@ SMALL = encoded(Image.effect_noise((30, 20), 50).convert("RGB"))
 
 def opened(decoders: Decoders, data: bytes) -> Image.Image:
     return decoders.open(data, decoders.allow())
-
-
-def use_program(monkeypatch: pytest.MonkeyPatch, directory: Path, body: str) -> None:
-    """Has decoders start a program that has read a file as `data`, with `seconds` for it, and does `body` then."""
-    head = """
-        import os, signal, struct, sys
-        def fill(size):
-            found = b""
-            while len(found) < size:
-                part = os.read(0, size - len(found))
-                if not part:
-                    sys.exit(0)
-                found += part
-            return found
-        def answer(kind, seconds, one, two, content=b""):
-            os.write(1, struct.pack("<BdII", kind, seconds, one, two) + content)
-        while True:
-            size, seconds = struct.unpack("<Qd", fill(16))
-            data = fill(size)
-    """
-    program = directory / "program.py"
-    program.write_text(textwrap.dedent(head) + textwrap.indent(textwrap.dedent(body), "    "))
-    monkeypatch.setattr(decoding, "_PROGRAM", program)
 
 
 def test_pixels_are_those_of_the_same_decoder_in_this_process() -> None:
@@ -208,6 +184,23 @@ def test_threads_have_a_process_each(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         os.kill(stuck._process.pid, signal.SIGKILL)
         with pytest.raises(InvalidRequest, match="SIGKILL"):
             waiting.result(WAIT_S)
+
+
+def test_nothing_is_decoded_for_a_caller_that_has_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_program(monkeypatch, tmp_path, "signal.pause()")
+    decoders, left = decoders_of(), threading.Event()
+    work = decoders.for_caller(left.is_set, lambda: opened(decoders, b"a"))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(work)
+        wait_until(lambda: bool(decoders._living), "it has a process")
+        left.set()
+        with pytest.raises(concurrent.futures.CancelledError, match="has left"):
+            waiting.result(WAIT_S)
+        assert not decoders._living
+        with pytest.raises(concurrent.futures.CancelledError, match="has left"):
+            pool.submit(work).result(WAIT_S)
+        monkeypatch.undo()
+        assert pool.submit(opened, decoders, SMALL).result(WAIT_S).size == (30, 20), "the next caller of the thread"
 
 
 def test_processes_end_with_their_owner() -> None:

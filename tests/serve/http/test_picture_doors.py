@@ -5,21 +5,24 @@ The processor is Qwen2-VL's, the device compares what each placeholder reads wit
 
 import base64
 import concurrent.futures
+import http.client
+import json
 import logging
 import re
 import resource
 import struct
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
 from http_parts import browse, http_served, openai_client
-from picture_files import jpeg_of_scans
+from picture_files import jpeg_of_scans, use_program
 from picture_parts import PLACEHOLDER, picture_parts, png, url_of
-from serve_parts import Served, connect, served
+from serve_parts import Served, connect, served, wait_until
 
 from jaxserve.api import SamplingParams
 from jaxserve.client import CallOptions, RequestFailed
@@ -282,6 +285,28 @@ def test_a_jpeg_of_many_scans_costs_nobody_else_anything(caplog: pytest.LogCaptu
                 assert re.search(r"messages\[0\]\.content\[1\]: .*more than 0\.5 s .*vision\.decode_s", message)
         assert caplog.text.count("a process that decodes pictures was ended: the pictures of the request take") == 4
         assert ask(client, part(url_of(png())), "What is this?").status_code == 200
+
+
+def test_decoding_ends_when_the_client_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The decoder notes each file that it gets, and answers none."""
+    notes = tmp_path / "files"
+    use_program(monkeypatch, tmp_path, f"open({str(notes)!r}, 'a').write('one'); signal.pause()")
+    with http_served(picture_parts()) as server, browse(server) as client:
+        messages = [{"role": "user", "content": [part(url_of(png(colour=1))), part(url_of(png(colour=2)))]}]
+        host, port = server.http_url.removeprefix("http://").split(":")
+        leaving = http.client.HTTPConnection(host, int(port))
+        leaving.request(
+            "POST", "/v1/chat/completions", json.dumps({"messages": messages}), {"content-type": "application/json"}
+        )
+        wait_until(lambda: notes.exists() and notes.read_text() == "one", "the first picture is being decoded")
+        leaving.close()
+        wait_until(lambda: "a process that decodes pictures was ended: the caller has left" in caplog.text, "the end")
+        assert ask(client, "still there?").status_code == 200
+        monkeypatch.undo()
+        assert ask(client, part(url_of(png())), "What is this?").status_code == 200
+    assert notes.read_text() == "one", "the second picture was not begun"
 
 
 def test_a_literal_placeholder_is_text_in_a_chat_and_refused_in_a_prompt() -> None:
