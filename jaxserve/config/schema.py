@@ -650,6 +650,11 @@ class HttpConfig(Section):
         default=16 * 2**30, ge=1, description="Most bytes in it, above which no file and no batch is taken any more."
     )
     batch_file_bytes: int = pydantic.Field(default=64 * 2**20, ge=1, description="Most bytes of a file of requests.")
+    batch_ended: int = pydantic.Field(
+        default=1000,
+        ge=1,
+        description="Ended batches of a key whose descriptions are kept; of more, the oldest go. Their files stay.",
+    )
     batch_lines: int = pydantic.Field(default=32, ge=1, description="Lines of a batch that run at a time.")
     weights_dir: str | None = pydantic.Field(
         default=None,

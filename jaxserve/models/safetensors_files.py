@@ -185,9 +185,15 @@ def describe_origin(directory: Path, tensors: Sequence[TensorSource]) -> str:
     return str(next(iter(files)) if len(files) == 1 else directory)
 
 
-def open_file(file: Path) -> dict[str, TensorSource]:
-    """Every tensor of one file. Raises CheckpointError where it is truncated or corrupt."""
+def open_file(file: Path, max_header_bytes: int | None = None) -> dict[str, TensorSource]:
+    """Every tensor of one file. Raises CheckpointError where it is truncated or corrupt, or its header, which names the
+    tensors, has more than `max_header_bytes`; None: as many as safetensors takes."""
     try:
+        if max_header_bytes is not None:
+            with file.open("rb") as opened:
+                header_len = int.from_bytes(opened.read(8), "little")
+            if max_header_bytes < header_len < file.stat().st_size:  # a longer one is no header
+                raise CheckpointError(f"{file} has a header of {header_len} bytes; at most {max_header_bytes} are read")
         with safe_open(str(file), framework="numpy"):  # checks the header and the length of the file
             pass
         with file.open("rb") as opened:

@@ -737,7 +737,8 @@ class ContinuousScheduler:
         """The careful way to append a token: first ones, last ones, full pages, preempted sequences."""
         assert seq.state is not FINISHED, seq
         reason = seq.take(token_id)
-        prompt = seq.prompt_info() if seq.has_first_token else None
+        # With ERROR there is no token: the latest, which may be the first, has been told already.
+        prompt = seq.prompt_info() if seq.has_first_token and reason is not FinishReason.ERROR else None
         if seq.state is RUNNING and reason is not FinishReason.ERROR:
             self.memory.publish(seq, len(seq.tokens) - 1)
             seq.next_check_len = min(seq.max_fed, self.memory.next_publish(seq))

@@ -13,6 +13,7 @@ from jaxserve.errors import (
     EngineStopped,
     InvalidRequest,
     JaxserveError,
+    NotFinite,
     QueueFull,
     RequestQuarantined,
     Status,
@@ -49,10 +50,14 @@ _DEFECT = "internal error; the server's log has the details under "
 
 
 def public_message(error: Exception, where: str) -> str:
-    """The part of `error` that a client may read: all of a typed error; of a defect only where to look for it."""
-    if not isinstance(error, JaxserveError) or error.status is Status.INTERNAL:
+    """The part of `error` that a client may read: all of a typed error; of a defect only where to look for it, and of
+    numbers that are not finite both, since they may be those of an adapter that the client has chosen."""
+    text = str(error)
+    if isinstance(error, NotFinite):
+        text = f"{_DEFECT}{where}: {text}"
+    elif not isinstance(error, JaxserveError) or error.status is Status.INTERNAL:
         return f"{_DEFECT}{where}"
-    encoded = str(error).encode("utf-8", errors="replace")
+    encoded = text.encode("utf-8", errors="replace")
     if len(encoded) <= _MAX_MESSAGE_BYTES:
         return encoded.decode()
     return encoded[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + " … (shortened)"

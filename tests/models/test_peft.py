@@ -283,3 +283,11 @@ def test_experts_are_refused_by_name(good: Path) -> None:
     set_field(good, target_modules=["w1"])
     with pytest.raises(AdapterError, match=r"experts\.\[1\]\.w1|experts\.1\.w1"):
         reader("mixtral").read(good, "tuned")
+
+
+def test_a_header_of_very_many_tensors_is_not_read(good: Path) -> None:
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"t{number}": entry for number in range(80_000)}).encode()
+    (good / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
+    with pytest.raises(AdapterError, match=f"a header of {len(header)} bytes; at most 4194304 are read"):
+        reader().read(good, "tuned")

@@ -9,6 +9,7 @@ from jaxserve.errors import (
     InvalidRequest,
     JaxserveError,
     MissingBucket,
+    NotFinite,
     QueueFull,
     Status,
     Unauthenticated,
@@ -55,6 +56,12 @@ def test_defects_keep_their_text_to_themselves(error: Exception) -> None:
     message = public_message(error, "error 12ab")
     assert "secret" not in message
     assert "error 12ab" in message
+
+
+def test_numbers_that_are_not_finite_are_told_and_are_a_defect_for_clients_too() -> None:
+    message = public_message(NotFinite("token 3 is not finite"), "error 12ab")
+    assert "token 3 is not finite" in message and "error 12ab" in message
+    assert status_of_call(grpc.StatusCode.INTERNAL, message) is Status.INTERNAL
 
 
 def test_internal_is_a_defect_of_the_server_or_the_end_of_something_before_it() -> None:

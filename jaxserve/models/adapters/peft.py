@@ -20,6 +20,8 @@ from jaxserve.models.weights import fold_names
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 2**20
+# Some 25,000 tensors, far more than models have matrices. The parser holds the interpreter meanwhile.
+_MAX_HEADER_BYTES = 2**22
 
 _HONOURED = {
     "peft_type",
@@ -210,7 +212,7 @@ def _open_weights(directory: Path) -> dict[str, TensorSource]:
         hint = f"; {other.name} is pickled Python, which is never read: save it with safetensors" * other.is_file()
         raise AdapterError(f"{file} is missing{hint}")
     try:
-        return open_file(file)
+        return open_file(file, _MAX_HEADER_BYTES)
     except CheckpointError as error:
         raise AdapterError(str(error)) from error
 

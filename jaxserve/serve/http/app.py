@@ -101,7 +101,10 @@ def join_routers(
     """
     http = config.http
     # The pages of documentation load scripts from foreign hosts; the document itself stays.
-    api = FastAPI(title=title, docs_url=None, redoc_url=None, separate_input_output_schemas=False)
+    # No redirects of paths that end with a slash either: an id may, and is then not found.
+    api = FastAPI(
+        title=title, docs_url=None, redoc_url=None, separate_input_output_schemas=False, redirect_slashes=False
+    )
     api.state.counts = counts
     api.state.max_json_parts = http.max_json_parts
     for router in routers:

@@ -65,7 +65,7 @@ class HttpDoor:
         if config.http.batch_dir is not None:
             from jaxserve.serve.http.batches import BatchRunner, BatchStore, batches_routers  # bodies of their own
 
-            store = BatchStore(config.http.batch_dir, config.http.batch_dir_bytes)
+            store = BatchStore(config.http.batch_dir, config.http.batch_dir_bytes, config.http.batch_ended)
             self._batches = BatchRunner(
                 store, config.http.batch_lines, config.http.max_body_bytes, config.http.max_json_parts
             )

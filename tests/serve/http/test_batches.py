@@ -235,7 +235,7 @@ def test_a_full_disk_is_told_and_a_batch_goes_on_when_there_is_room(
 
 
 def test_a_directory_has_a_limit_and_a_broken_description_hides_no_other(tmp_path: Path) -> None:
-    store = BatchStore(str(tmp_path), most_bytes=5 * 4096)
+    store = BatchStore(str(tmp_path), most_bytes=5 * 4096, most_ended=10)
     kept = [store.add_file(b"key", f"{number}", io.BytesIO(b"{}")) for number in range(2)]
     with pytest.raises(HttpRefusal, match="serve.http.batch_dir_bytes.*delete files"):
         store.add_file(b"key", "large", io.BytesIO(bytes(5000)))
@@ -271,6 +271,40 @@ def test_files_and_batches_belong_to_a_key(client: openai.OpenAI, server: Served
 
 def begin_with(client: openai.OpenAI, file_id: str) -> Any:
     return client.batches.create(input_file_id=file_id, endpoint=CHATS, completion_window="24h")
+
+
+def test_an_ended_batch_can_be_forgotten_and_its_files_stay(client: openai.OpenAI, server: Served) -> None:
+    server.runner.hold()
+    batch_id = begin(client, line("a"))
+    with (
+        browse(server, authorization=f"Bearer {KEYS[0]}") as http,
+        browse(server, authorization="Bearer sk-two") as two,
+    ):
+        path = f"/v1/batches/{batch_id}"
+        running = http.delete(path)
+        assert running.status_code == 409 and "cancel it" in running.json()["error"]["message"]
+        server.release()
+        ended = end_of(client, batch_id)
+        assert two.delete(path).status_code == 404
+        assert http.delete(path).json() == {"id": batch_id, "object": "batch", "deleted": True}
+        assert http.delete(path).status_code == http.get(path).status_code == 404
+    assert batch_id not in {batch.id for batch in client.batches.list()}
+    assert ended.output_file_id is not None
+    assert client.files.content(ended.output_file_id).text
+
+
+def test_of_very_many_ended_batches_the_oldest_of_their_key_go(tmp_path: Path) -> None:
+    parts = Served(tokenizer=ToolTokenizer(), vocab_size=259)
+    with (
+        http_served(parts, batch_dir=str(tmp_path), batch_ended=2),
+        openai_client(parts, "one") as one,
+        openai_client(parts, "two") as two,
+    ):
+        others = end_of(two, begin(two, line("a"))).id
+        ids = [end_of(one, begin(one, line("a"))).id for _ in range(4)]
+        kept = {batch.id for batch in one.batches.list()}
+        assert len(kept & set(ids)) == 3 and ids[-1] in kept  # two that had ended when the last was made
+        assert [batch.id for batch in two.batches.list()] == [others]
 
 
 def test_refusals(client: openai.OpenAI, server: Served) -> None:

@@ -10,7 +10,7 @@ import pytest
 from http_parts import ToolTokenizer, http_served
 from serve_parts import WAIT_S, Served
 
-from jaxserve.config.schema import HttpConfig
+from jaxserve.config.schema import GrpcConfig, HttpConfig, SchedConfig, ServeConfig
 from jaxserve.engine import Reranker
 from jaxserve.serve.http.messages_bodies import MessagesRequest
 from jaxserve.serve.http.requests import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest
@@ -62,6 +62,30 @@ def test_there_are_commands_for_the_main_routes() -> None:
     for route in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/tokenize", "/health"):
         assert route in text
     assert "/v1/rerank" in text and "/v1/score" in text
+
+
+_LIMIT = re.compile(r"max_|(header|body|request)_timeout_s$|stored_responses|batch_(?!dir$)")
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "Mi": 2**20}
+_STATUSES = {"400", "408", "413", "429", "503", "RESOURCE_EXHAUSTED", "-"}
+
+
+def test_the_table_of_limits_is_that_of_the_settings() -> None:
+    """Each limit of a request, a caller or the server stands there, with its default and the status beyond it."""
+    text = (ROOT / "docs/http.md").read_text().partition("\n## Limits\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \| ([^|]+) \| [^|]+ \|$", text, re.MULTILINE)
+    told = {name: (default, status) for name, default, status in rows}
+    sections = {"serve": ServeConfig, "serve.http": HttpConfig, "serve.grpc": GrpcConfig, "sched": SchedConfig}
+    fields = {
+        f"{section}.{name}": field for section, kind in sections.items() for name, field in kind.model_fields.items()
+    }
+    limits = {name for name in fields if _LIMIT.match(name.rpartition(".")[2]) and not name.startswith("sched.")}
+    assert set(told) == limits | {"sched.max_waiting", "sched.max_waiting_tokens"}
+    assert len(rows) == len(told)
+    for name, (default, status) in told.items():
+        assert set(status.split(", ")) <= _STATUSES, name
+        if fields[name].default is not None:
+            number, _, unit = default.replace(",", "").partition(" ")
+            assert float(number) * _UNITS.get(unit, 1) == fields[name].default, name
 
 
 def test_every_setting_and_field_is_in_the_documentation() -> None:

@@ -88,6 +88,12 @@ class BatchObject(pydantic.BaseModel):
     metadata: dict[str, Any] | None = None
 
 
+class DeletedBatch(pydantic.BaseModel):
+    id: str
+    object: Literal["batch"] = "batch"
+    deleted: Literal[True] = True
+
+
 class BatchList(pydantic.BaseModel):
     object: Literal["list"] = "list"
     data: list[BatchObject]

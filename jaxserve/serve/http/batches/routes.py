@@ -12,6 +12,7 @@ from jaxserve.serve.http.batches.bodies import (
     BatchList,
     BatchObject,
     BatchRequest,
+    DeletedBatch,
     DeletedFile,
     FileList,
     FileObject,
@@ -66,12 +67,12 @@ def _files_router(store: BatchStore) -> APIRouter:
     @router.get(f"{FILES}/{{file_id}}")
     async def retrieve_file(file_id: str, call: Request) -> FileObject:
         """The description of a file."""
-        return store.file(owner_of(call).digest, file_id)
+        return await asyncio.to_thread(store.file, owner_of(call).digest, file_id)
 
     @router.get(f"{FILES}/{{file_id}}/content", response_class=FileResponse)
     async def file_content(file_id: str, call: Request) -> FileResponse:
         """What is in a file."""
-        store.file(owner_of(call).digest, file_id)
+        await asyncio.to_thread(store.file, owner_of(call).digest, file_id)
         return FileResponse(store.content_path(file_id), media_type="application/jsonl")
 
     @router.delete(f"{FILES}/{{file_id}}")
@@ -118,18 +119,18 @@ def _batches_router(store: BatchStore, runner: BatchRunner) -> APIRouter:
     @router.get("/v1/batches/{batch_id}")
     async def retrieve_batch(batch_id: str, call: Request) -> BatchObject:
         """How far a batch is."""
-        return _shown(store.batch(owner_of(call).digest, batch_id))
+        return _shown(await asyncio.to_thread(store.batch, owner_of(call).digest, batch_id))
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(batch_id: str, call: Request) -> BatchObject:
         """Begins no further line; what is answered stays."""
-        owner = owner_of(call).digest
-        batch = store.batch(owner, batch_id)
-        if batch.status in ENDED:
-            raise HttpRefusal(409, f"the batch {batch_id} is {batch.status} already")
-        batch.status, batch.cancelling_at = "cancelling", int(time.time())
-        store.put_batch(owner, batch)
-        return _shown(batch)
+        return _shown(await asyncio.to_thread(store.change_batch, owner_of(call).digest, batch_id, _cancel))
+
+    @router.delete("/v1/batches/{batch_id}")
+    async def delete_batch(batch_id: str, call: Request) -> DeletedBatch:
+        """Forgets a batch that has ended; its files stay."""
+        await asyncio.to_thread(store.remove_batch, owner_of(call).digest, batch_id)
+        return DeletedBatch(id=batch_id)
 
     return router
 
@@ -142,6 +143,12 @@ def _behind(found: list[_Object], after: str | None) -> list[_Object]:
         if each.id == after:
             return found[number:]
     raise HttpRefusal(404, f"after is {after!r:.80}, which is not in this list", param="after", kind="not_found")
+
+
+def _cancel(batch: BatchObject) -> None:
+    if batch.status in ENDED:
+        raise HttpRefusal(409, f"the batch {batch.id} is {batch.status} already")
+    batch.status, batch.cancelling_at = "cancelling", int(time.time())
 
 
 def _shown(batch: BatchObject) -> BatchObject:

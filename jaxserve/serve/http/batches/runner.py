@@ -12,7 +12,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -23,6 +23,7 @@ from jaxserve.engine.fair_places import FairPlaces
 from jaxserve.serve.http.batches.bodies import ENDED, BatchObject, BatchProblem, BatchProblems
 from jaxserve.serve.http.batches.store import BatchStore, new_file_id, read_results
 from jaxserve.serve.http.bodies import read_json
+from jaxserve.serve.http.errors import HttpRefusal
 from jaxserve.serve.http.keys import OWNER
 from jaxserve.serve.owners import Owner, Owners
 
@@ -134,53 +135,41 @@ class BatchRunner:
         except Exception:
             logger.exception("batch %s failed", batch.id)
             problem = BatchProblem(code="server_error", message="internal error; the server's log has the details")
-            batch.errors = BatchProblems(data=[problem])
-            self._end(owner, batch, "failed")
+            with contextlib.suppress(HttpRefusal):  # its description is not there any more
+                await self._change(owner, batch.id, lambda now: _fail(now, [problem]))
         return True
 
     async def _answer(self, owner: bytes, batch_id: str) -> None:
-        batch = self._store.batch(owner, batch_id)
+        batch = await asyncio.to_thread(self._store.batch, owner, batch_id)
         source = self._store.content_path(batch.input_file_id)
         if batch.output_file_id is None:  # not begun
             check = functools.partial(check_lines, source, batch.endpoint, self._line_bytes, self._line_parts)
             total, problems = await asyncio.to_thread(check)
-            batch = self._store.batch(owner, batch_id)  # it may have been cancelled meanwhile
             if problems:
-                batch.errors = BatchProblems(data=problems)
-                self._end(owner, batch, "failed")
+                await self._change(owner, batch_id, lambda now: _fail(now, problems))
                 return
-            batch.request_counts.total = total
-            batch.output_file_id, batch.error_file_id = new_file_id(), new_file_id()
-            if batch.status == "validating":
-                batch.status, batch.in_progress_at = "in_progress", _now()
-            self._store.put_batch(owner, batch)
+            batch = await self._change(owner, batch_id, lambda now: _begin(now, total))
         work = _Work(self._store, batch, self._line_parts)
         await asyncio.to_thread(work.read_results)
         try:
             ended = await self._answer_lines(owner, batch, work)
         finally:
             work.close()
-        batch = self._store.batch(owner, batch_id)
-        batch.request_counts.completed, batch.request_counts.failed = work.num_completed, work.num_failed
-        if batch.status == "in_progress":
-            batch.status, batch.finalizing_at = "finalizing", _now()
         for file_id, kind, count in (
             (work.output_id, "output", work.num_completed),
             (work.error_id, "error", work.num_failed),
         ):
             if count:
-                self._store.add_output(owner, file_id, f"{batch_id}_{kind}.jsonl")
-        batch.output_file_id = work.output_id if work.num_completed else None
-        batch.error_file_id = work.error_id if work.num_failed else None
-        self._end(owner, batch, "cancelled" if batch.status == "cancelling" else ended)
+                await asyncio.to_thread(self._store.add_output, owner, file_id, f"{batch_id}_{kind}.jsonl")
+        await self._change(owner, batch_id, lambda now: _finish(now, work, ended))
 
-    def _end(self, owner: bytes, batch: BatchObject, status: Any) -> None:
-        assert status in ENDED, status
-        batch.status = status
-        setattr(batch, f"{status}_at", _now())
-        self._store.put_batch(owner, batch)
-        counts = batch.request_counts
-        logger.info("batch %s %s: %d of %d lines answered", batch.id, status, counts.completed, counts.total)
+    async def _change(self, owner: bytes, batch_id: str, change: Callable[[BatchObject], None]) -> BatchObject:
+        """See `BatchStore.change_batch`."""
+        batch = await asyncio.to_thread(self._store.change_batch, owner, batch_id, change)
+        if batch.status in ENDED:
+            counts = batch.request_counts
+            logger.info("batch %s %s: %d of %d lines answered", batch.id, batch.status, counts.completed, counts.total)
+        return batch
 
     async def _answer_lines(self, owner: bytes, batch: BatchObject, work: "_Work") -> str:
         """Returns how it ended; raises _Stopping when the server ends."""
@@ -190,13 +179,13 @@ class BatchRunner:
             while (line := await asyncio.to_thread(next, lines, None)) is not None:
                 while len(running) >= self._at_once:
                     running = await self._wait_for_one(running)
-                    self._note(owner, batch, work)
-                if self._held or self._is_over(owner, batch):
+                    await self._note(owner, batch, work)
+                if await self._is_over(owner, batch) or self._held:
                     break
                 running.add(asyncio.create_task(self._answer_line(owner, batch, line, work)))
             while running:
                 running = await self._wait_for_one(running)
-                self._note(owner, batch, work)
+                await self._note(owner, batch, work)
             if self._held:
                 raise _Stopping
             total = batch.request_counts.total
@@ -206,9 +195,11 @@ class BatchRunner:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    def _is_over(self, owner: bytes, batch: BatchObject) -> bool:
+    async def _is_over(self, owner: bytes, batch: BatchObject) -> bool:
         """Whether no further line is answered, since it was cancelled or its time is over."""
-        return _now() >= batch.expires_at or self._store.batch(owner, batch.id).status == "cancelling"
+        if _now() >= batch.expires_at:
+            return True
+        return (await asyncio.to_thread(self._store.batch, owner, batch.id)).status == "cancelling"
 
     async def _wait_for_one(self, running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
         done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -216,20 +207,18 @@ class BatchRunner:
             task.result()
         return running
 
-    def _note(self, owner: bytes, batch: BatchObject, work: "_Work") -> None:
+    async def _note(self, owner: bytes, batch: BatchObject, work: "_Work") -> None:
         """Writes the counts down, for a client that looks, but not so often that the disk is kept busy."""
         if time.monotonic() < work.noted_s + _NOTE_S:
             return
         work.noted_s = time.monotonic()
-        now = self._store.batch(owner, batch.id)
-        now.request_counts.completed, now.request_counts.failed = work.num_completed, work.num_failed
-        self._store.put_batch(owner, now)
+        await self._change(owner, batch.id, lambda now: _count(now, work))
 
     async def _answer_line(self, owner: bytes, batch: BatchObject, line: "_Line", work: "_Work") -> None:
         assert self._app is not None and self._owners is not None, "the runner was not started"
         while True:
             async with self._places.place(owner):
-                if self._held or self._is_over(owner, batch):
+                if await self._is_over(owner, batch) or self._held:
                     return
                 self.num_running += 1
                 try:
@@ -240,6 +229,37 @@ class BatchRunner:
                 break
             await asyncio.sleep(_PAUSE_S)
         work.put(line.custom_id, answer)
+
+
+def _begin(batch: BatchObject, total: int) -> None:
+    batch.request_counts.total = total
+    batch.output_file_id, batch.error_file_id = new_file_id(), new_file_id()
+    if batch.status == "validating":  # it may have been cancelled meanwhile
+        batch.status, batch.in_progress_at = "in_progress", _now()
+
+
+def _count(batch: BatchObject, work: "_Work") -> None:
+    batch.request_counts.completed, batch.request_counts.failed = work.num_completed, work.num_failed
+
+
+def _finish(batch: BatchObject, work: "_Work", ended: str) -> None:
+    _count(batch, work)
+    if batch.status == "in_progress":
+        batch.status, batch.finalizing_at = "finalizing", _now()
+    batch.output_file_id = work.output_id if work.num_completed else None
+    batch.error_file_id = work.error_id if work.num_failed else None
+    _end(batch, "cancelled" if batch.status == "cancelling" else ended)
+
+
+def _fail(batch: BatchObject, problems: list[BatchProblem]) -> None:
+    batch.errors = BatchProblems(data=problems)
+    _end(batch, "failed")
+
+
+def _end(batch: BatchObject, status: Any) -> None:
+    assert status in ENDED, status
+    batch.status = status
+    setattr(batch, f"{status}_at", _now())
 
 
 class _Line(NamedTuple):

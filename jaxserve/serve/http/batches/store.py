@@ -36,20 +36,22 @@ _DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)  # what re
 
 
 class BatchStore:
-    """Any thread: all but `file`, `batch` and `put_batch` read every description, and take as long as the disk takes.
+    """Any thread that may wait for the disk: all but `file`, `batch` and `change_batch` read every description.
 
     Args:
       most_bytes: of all that is in the directory, above which no file and no batch is taken any more.
+      most_ended: batches of a key that have ended; of more, the oldest are forgotten.
 
     Attributes:
       folder: the directory.
     """
 
-    def __init__(self, folder: str, most_bytes: int) -> None:
+    def __init__(self, folder: str, most_bytes: int, most_ended: int) -> None:
         """Makes the directory. Raises ConfigError where that cannot be done."""
         self.folder = Path(folder)
         self._most_bytes = most_bytes
-        self._changing = threading.Lock()  # no file goes between the look at it and the batch that reads it
+        self._most_ended = most_ended
+        self._changing = threading.Lock()  # between a look at what is there and what is changed because of it
         try:
             for name in ("files", "batches"):
                 (self.folder / name).mkdir(parents=True, exist_ok=True)
@@ -123,7 +125,7 @@ class BatchStore:
         return self._list("batches", BatchObject, owner)
 
     def add_batch(self, owner: bytes, batch: BatchObject) -> None:
-        """Writes down a new batch.
+        """Writes down a new batch, and forgets ended ones of this key that are too many.
 
         Raises HttpRefusal: with 404 for an unknown file, 413 where there is no room, 429 for too many, 507 on a full
         disk.
@@ -131,18 +133,39 @@ class BatchStore:
         with self._changing:
             self.file(owner, batch.input_file_id)
             self._check_room(0)
-            waiting = sum(whose == owner for whose, _ in self.unfinished())
+            own = self.batches(owner)
+            waiting = sum(each.status not in ENDED for each in own)
             if waiting >= _MAX_UNFINISHED:
                 text = f"{waiting} batches of this key have not ended; it may have {_MAX_UNFINISHED}; try again later"
                 raise HttpRefusal(429, text)
             try:
-                self.put_batch(owner, batch)
+                self._write(self._described(batch.id), owner, batch)
             except OSError as error:
                 raise _refusal_of(error) from error
+            for old in [each for each in own if each.status in ENDED][self._most_ended :]:
+                self._described(old.id).unlink(missing_ok=True)
 
-    def put_batch(self, owner: bytes, batch: BatchObject) -> None:
-        """Writes down what has changed of a batch."""
-        self._write(self.folder / "batches" / f"{batch.id}.json", owner, batch)
+    def change_batch(self, owner: bytes, batch_id: str, change: Callable[[BatchObject], None]) -> BatchObject:
+        """Writes down what `change` does to a batch as it is then, so that no other change is lost. Returns it.
+
+        Raises HttpRefusal with 404, and what `change` raises; then nothing is written.
+        """
+        with self._changing:
+            batch = self.batch(owner, batch_id)
+            change(batch)
+            self._write(self._described(batch_id), owner, batch)
+            return batch
+
+    def remove_batch(self, owner: bytes, batch_id: str) -> None:
+        """Forgets a batch, and none of its files. Raises HttpRefusal: with 404, or 409 for one that has not ended."""
+        with self._changing:
+            batch = self.batch(owner, batch_id)
+            if batch.status not in ENDED:
+                raise HttpRefusal(409, f"the batch {batch_id} is {batch.status}; cancel it, and wait for its end")
+            self._described(batch_id).unlink(missing_ok=True)
+
+    def _described(self, batch_id: str) -> Path:
+        return self.folder / "batches" / f"{batch_id}.json"
 
     def unfinished(self) -> list[tuple[bytes, BatchObject]]:
         """All batches that have not ended, of all owners, the oldest first."""
