@@ -79,8 +79,8 @@ def reason_of(error: Exception) -> str:
 
 
 class DoorCounts:
-    """Mutated on the event loop of the doors, `note_ignored` on any thread; any thread may copy the dictionaries, which
-    is one operation.
+    """Mutated on the event loop of the doors, `note_ignored` on any thread, `note_slow` on the one of the loop's watch;
+    any thread may copy the dictionaries, which is one operation.
 
     Attributes:
       http: answers by method, route and status.
@@ -88,6 +88,7 @@ class DoorCounts:
       http_seconds: how long the answers took, by method and route, from the first such call on.
       refused: by door and reason. All are here from the start: a rate needs the zero before the first.
       ignored: fields of requests that were ignored, by route, place and name (`http.marks`).
+      slow: times that the event loop was held up, by function (`loop_watch`).
       degraded: why the process is degraded (`serve.degraded`), written by who watches it; None: it is not.
       read_handoff: reads the counts of handoffs; None where there are none. Set before the doors open.
     """
@@ -99,6 +100,7 @@ class DoorCounts:
         self.http_seconds: dict[tuple[str, str], Histogram] = {}
         self.grpc: dict[tuple[str, str], int] = {}
         self.ignored: dict[tuple[str, str, str], int] = {}
+        self.slow: dict[str, int] = {}
         self._ignored_names: set[tuple[str, str]] = set()
         self._ignored_lock = threading.Lock()
         both = {*_REASONS.values(), *_TENANT_REASONS, _INTERNAL}
@@ -125,6 +127,10 @@ class DoorCounts:
     def note_refusal(self, door: str, reason: str) -> None:
         """A call was refused or has failed."""
         self.refused[door, reason] += 1
+
+    def note_slow(self, where: str) -> None:
+        """The event loop was held up. `where` is of a bounded list."""
+        self.slow[where] = self.slow.get(where, 0) + 1
 
     def note_ignored(self, route: str, place: str, name: str) -> bool:
         """A field of a request was ignored. `name` is of a closed list. True for the first of it at this place."""

@@ -119,6 +119,12 @@ class DoorCollector(Collector):
             ),
             ("refused", "Calls that ended with an error, by reason.", ("door", "reason"), counts.refused.copy()),
             ("ignored_fields", "Fields without effect here.", ("route", "place", "name"), counts.ignored.copy()),
+            (
+                "event_loop_slow_callbacks",
+                "Times that the event loop of the doors was held up, by function.",
+                ("where",),
+                {(where,): number for where, number in counts.slow.copy().items()},
+            ),
         ):
             family = CounterMetricFamily(PREFIX + name, text, labels=(_LABELS[0], *labels))
             for values, number in found.items():

@@ -34,6 +34,7 @@ from jaxserve.serve.grpc_service import InferenceService
 from jaxserve.serve.handoff import HandoffSetup
 from jaxserve.serve.handoff_service import HandoffService
 from jaxserve.serve.keys import KnownKeys, read_keys, read_listed_keys
+from jaxserve.serve.loop_watch import LoopWatch
 from jaxserve.serve.orders import Drain, Orders
 from jaxserve.serve.owners import Owners
 from jaxserve.serve.ports import GRPC, HTTP, HeldPorts
@@ -208,6 +209,8 @@ async def serve(
         )
     counts = DoorCounts()
     doors = _make_doors(async_engine, serve_config, ports, orders, exchange, counts)
+    watch = LoopWatch(counts.note_slow)
+    watch.start()
     try:
         addresses: dict[str, str] = {}
         lending = None if exchange is None else exchange.start()  # before a ticket can be asked for
@@ -233,6 +236,7 @@ async def serve(
         if exchange is not None:
             exchange.stop()
         async_engine.close()
+        watch.stop()
     if engine.failure is None:
         return 0
     return HUNG if isinstance(engine.failure, StepStalled) else DIED
