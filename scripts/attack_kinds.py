@@ -390,7 +390,7 @@ def nested_json(by: Attacker) -> None:
 
 @kind("stop strings, which are looked for after each token")
 def stop_strings(by: Attacker) -> None:
-    asked = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "n": 16}
+    asked = {"prompt": "a", "max_tokens": by.some(200), "ignore_eos": True, "n": 16}
     many = json.dumps({**asked, "stop": [f"\1{k}" for k in range(by.some(16_384))]}).encode()
     few = json.dumps({**asked, "stop": [chr(0x4E00 + k) * by.some(100_000) for k in range(4)]}).encode()
     turns = itertools.cycle((many, few))
@@ -432,7 +432,7 @@ def nested_schema(depth: int, number: int) -> dict[str, Any]:
 
 @kind("log-probabilities of 128 answers of one prompt")
 def logprobs_of_many(by: Attacker) -> None:
-    body = {"prompt": "a", "n": 128, "max_tokens": 900, "ignore_eos": True, "logprobs": 20}
+    body = {"prompt": "a", "n": 128, "max_tokens": by.some(900), "ignore_eos": True, "logprobs": 20}
     by.spread(1, lambda: by.post(COMPLETIONS, body))
 
 
@@ -451,7 +451,7 @@ def echo(by: Attacker) -> None:
 
 @kind("bad words, biases and allowed tokens as many as a body holds")
 def large_sampling(by: Attacker) -> None:
-    asked = {"prompt": "a", "n": 16, "max_tokens": 100, "ignore_eos": True}
+    asked = {"prompt": "a", "n": 16, "max_tokens": by.some(100), "ignore_eos": True}
     bodies = [
         {**asked, "logit_bias": {str(k): 1.0 for k in range(by.some(200_000))}},
         {**asked, "allowed_token_ids": [k % 300 for k in range(by.some(800_000))]},
@@ -469,13 +469,13 @@ def large_sampling(by: Attacker) -> None:
 @kind("4,096 sequences, which are all that may wait")
 def queue(by: Attacker) -> None:
     for _ in range(4):
-        by.send(COMPLETIONS, {"prompt": ["a"] * 32, "n": 128, "max_tokens": 1000, "ignore_eos": True})
-    by.spread(2, lambda: by.post(COMPLETIONS, {"prompt": ["a"] * 32, "n": 128, "max_tokens": 1000}))
+        by.send(COMPLETIONS, {"prompt": ["a"] * 32, "n": 128, "max_tokens": by.some(1000), "ignore_eos": True})
+    by.spread(2, lambda: by.post(COMPLETIONS, {"prompt": ["a"] * 32, "n": 128, "max_tokens": by.some(1000)}))
 
 
 @kind("300 streams with log-probabilities that nobody reads")
 def unread_streams(by: Attacker) -> None:
-    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 20}
+    body = {"prompt": "a", "max_tokens": by.some(900), "ignore_eos": True, "stream": True, "logprobs": 20}
     for _ in range(by.some(300)):
         if not by.may_go_on():
             break
@@ -485,7 +485,7 @@ def unread_streams(by: Attacker) -> None:
 
 @kind("requests that are left as soon as they are sent")
 def aborts(by: Attacker) -> None:
-    body = {"prompt": "a", "n": 8, "max_tokens": 500, "ignore_eos": True, "stream": True}
+    body = {"prompt": "a", "n": 8, "max_tokens": by.some(500), "ignore_eos": True, "stream": True}
 
     def come_and_go() -> None:
         raw = by.send(COMPLETIONS, body)
@@ -499,7 +499,7 @@ def aborts(by: Attacker) -> None:
 @kind("4,096 ids to abort over gRPC, and streams that are cancelled")
 def grpc_aborts(by: Attacker) -> None:
     message = pb.AbortRequest(request_ids=[f"{k:0250d}" for k in range(4096)])
-    body = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=500)).SerializeToString()
+    body = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=by.some(500))).SerializeToString()
 
     with by.channel() as channel:
 
@@ -546,13 +546,13 @@ def bodies_held(by: Attacker) -> None:
         except OSError as error:
             by.count("held until the end" if isinstance(error, TimeoutError) else type(error).__name__)
 
-    sizes = itertools.cycle(([*[by.some(62_000_000)] * 4, by.some(20_435_406)]))
+    sizes = itertools.cycle([*[by.some(62_000_000)] * 4, by.some(20_435_406)])
     by.spread(5, lambda: hold(next(sizes)))
 
 
 @kind("64 unread streams whose bodies of 4 MB count until they end")
 def metadata(by: Attacker) -> None:
-    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "logprobs": 20}
+    body = {"prompt": "a", "max_tokens": by.some(1000), "ignore_eos": True, "stream": True, "logprobs": 20}
     data = json.dumps({**body, "metadata": {"a": "x" * by.some(4_190_000)}}).encode()
     for _ in range(65):
         if not by.may_go_on():
@@ -599,7 +599,7 @@ def slow_uploads(by: Attacker) -> None:
 
 @kind("streams whose clients have closed their half of the connection")
 def half_closed(by: Attacker) -> None:
-    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    body = {"prompt": "a", "max_tokens": by.some(900), "ignore_eos": True, "stream": True}
 
     def one() -> None:
         raw = by.send(COMPLETIONS, body)
@@ -641,7 +641,7 @@ def batch_line(by: Attacker) -> None:
 
 @kind("a batch that runs for long, and that of another key behind it")
 def batches_wait(by: Attacker) -> None:
-    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "user": "slow"}
+    body = {"prompt": "a", "max_tokens": by.some(1000), "ignore_eos": True, "user": "slow"}
     mine = by.batch(*[body] * by.some(200), metadata={"a": "b"})
     other = by.as_other()
     begun_s = time.monotonic()
