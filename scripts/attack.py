@@ -6,10 +6,10 @@
     python scripts/attack.py --fuzz 2000                         # gRPC messages that reach the handlers
 
 The server is a process of its own on this machine, with two keys, batches and stored answers in a temporary folder;
-nothing goes to any other address. For each kind another key sends a chat of four tokens every 0.15 s, and asks for
-/health beside it: first alone, then during the attack. The table has the others' median and worst chat without and with the
-attack, the worst answer of /health, the most memory of the server, what the attacker was told, and after how long the
-server was idle again, counted from when the attacker had left. docs/attacks.md says what the figures mean.
+nothing goes to any other address. For each kind another key sends a chat of four tokens every 0.15 s, and asks
+for /health beside it: first alone, then during the attack. The table has the others' median and worst chat without and
+with the attack, the worst answer of /health, the memory of the server, when the server was idle again after the
+attacker had left, and what the attacker was told. docs/attacks.md says what the figures mean.
 
 Exit code 1: a server ended, wrote a traceback, or was not idle again; or, with `--most-s`, others waited longer.
 """

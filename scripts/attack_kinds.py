@@ -34,9 +34,13 @@ CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class Attacker:
-    """One caller for `seconds`: what it may do, and what came of it. Its threads end when its time has come."""
+    """One caller for `seconds`: what it may do, and what came of it. Its threads end with its time, or with `leave`."""
 
-    def __init__(self, http_port: int, grpc_port: int, key: str, other_key: str, seconds: float) -> None:
+    def __init__(
+        self, http_port: int, grpc_port: int, key: str, other_key: str, seconds: float, scale: float = 1.0
+    ) -> None:
+        """`scale`: of the sizes that are sent, less than 1 for tests."""
+        self._scale = scale
         self._http_port = http_port
         self._grpc_port = grpc_port
         self.key = key
@@ -45,18 +49,34 @@ class Attacker:
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.examples: dict[str, str] = {}  # of an outcome, the beginning of what was answered
         self.notes: dict[str, Any] = {}  # what a kind measures beside the others' times
-        self._calls = itertools.count()
+        self._left = threading.Event()
+        self._num_calls = 0
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
 
     @property
     def left_s(self) -> float:
         """Seconds until the attack ends, a little more than none."""
-        return max(0.05, self.end_s - time.monotonic())
+        return 0.05 if self._left.is_set() else max(0.05, self.end_s - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        return self._left.is_set() or time.monotonic() >= self.end_s
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it has sent something that is still open, or was told something."""
+        return bool(self._open or self.outcomes)
+
+    def some(self, count: int) -> int:
+        """So many, on a scale of 1."""
+        return max(1, int(count * self._scale))
 
     def may_go_on(self) -> bool:
         """Whether there may be one more call, which is counted."""
-        return time.monotonic() < self.end_s and next(self._calls) < MOST_CALLS
+        with self._lock:
+            self._num_calls += 1
+            return not self.is_over and self._num_calls <= MOST_CALLS
 
     def spread(self, threads: int, act: Callable[[], object]) -> None:
         """Repeats `act` on so many threads until the end, and waits for it.
@@ -68,17 +88,21 @@ class Attacker:
             while self.may_go_on():
                 begun_s = time.monotonic()
                 act()
-                time.sleep(min(self.left_s, max(0.0, PACE_S - (time.monotonic() - begun_s))))
+                self._left.wait(max(0.0, min(self.left_s, PACE_S - (time.monotonic() - begun_s))))
 
         workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join(self.left_s)
+        while not self.is_over and any(worker.is_alive() for worker in workers):
+            self._left.wait(0.05)
+
+    def pause(self, seconds: float) -> None:
+        """Waits for so long, or until the end."""
+        self._left.wait(min(seconds, self.left_s))
 
     def wait(self) -> None:
         """Until the end, with everything as it is."""
-        time.sleep(self.left_s)
+        self._left.wait(self.left_s)
 
     def count(self, outcome: str, text: str = "") -> None:
         """Notes how a call ended."""
@@ -87,7 +111,8 @@ class Attacker:
             self.examples.setdefault(outcome, text[:200])
 
     def leave(self) -> None:
-        """Closes every connection."""
+        """Ends the attack: closes every connection."""
+        self._left.set()
         with self._lock:
             gone, self._open = self._open, set()
         for raw in gone:
@@ -103,6 +128,9 @@ class Attacker:
         with self._lock:
             self._open.add(raw)
             assert len(self._open) <= MOST_CONNECTIONS
+        if self.is_over:  # it left meanwhile
+            self.close(raw)
+            raise TimeoutError
         return raw
 
     def close(self, raw: socket.socket) -> None:
@@ -146,8 +174,8 @@ class Attacker:
             found = found if size == len(found) else found + b" ..."
             self.count(str(answer.status), found.decode(errors="replace"))
         except (OSError, http.client.HTTPException, ValueError) as error:
-            is_over = isinstance(error, TimeoutError) or time.monotonic() >= self.end_s
-            self.count("no answer until the end" if is_over else type(error).__name__)
+            in_time = not isinstance(error, TimeoutError) and not self.is_over
+            self.count(type(error).__name__ if in_time else "no answer until the end")
         finally:
             if raw is not None:
                 self.close(raw)
@@ -210,11 +238,11 @@ class Attacker:
 
     def as_other(self) -> "Attacker":
         """The other key, with the same time, for what a kind measures beside chats."""
-        return Attacker(self._http_port, self._grpc_port, self._other_key, self.key, self.left_s)
+        return Attacker(self._http_port, self._grpc_port, self._other_key, self.key, self.left_s, self._scale)
 
     def afterwards(self) -> "Attacker":
         """The same key, with some more seconds, for what a kind puts in order."""
-        return Attacker(self._http_port, self._grpc_port, self.key, self._other_key, 10.0)
+        return Attacker(self._http_port, self._grpc_port, self.key, self._other_key, 10.0, self._scale)
 
     def get(self, path: str) -> dict[str, Any]:
         """What a GET of JSON gives, {} where it fails."""
@@ -302,14 +330,16 @@ def of_pictures(*pictures: tuple[str, bytes]) -> dict[str, Any]:
 @kind("decoding of a picture without a bound of time", "vision")
 def jpeg_scans(by: Attacker) -> None:
     sizes = (7071, 40_000), (7071, 40_000), (7071, 200), (2000, 400), (1200, 40_000)
-    bodies = [json.dumps(of_pictures(("image/jpeg", jpeg_of_scans(*size)))).encode() for size in sizes]
+    bodies = [
+        json.dumps(of_pictures(("image/jpeg", jpeg_of_scans(size[0], by.some(size[1]))))).encode() for size in sizes
+    ]
     turns = itertools.cycle(bodies)
     by.spread(4, lambda: by.post(CHATS, next(turns)))
 
 
 @kind("pictures of 25 megapixels, 16 in a request", "vision")
 def png_megapixels(by: Attacker) -> None:
-    one = "image/png", png_of_zeros(5000, 5000)
+    one = "image/png", png_of_zeros(by.some(5000), 5000)
     bodies = [json.dumps(of_pictures(*[one] * count)).encode() for count in (1, 16)]
     turns = itertools.cycle(bodies)
     by.spread(4, lambda: by.post(CHATS, next(turns)))
@@ -320,26 +350,26 @@ def png_megapixels(by: Attacker) -> None:
 
 @kind("texts of 4 MB to encode, 8 at a time")
 def tokenize(by: Attacker) -> None:
-    body = json.dumps({"prompt": "ab " * 1_390_000}).encode()
+    body = json.dumps({"prompt": "ab " * by.some(1_390_000)}).encode()
     by.spread(8, lambda: by.post("/tokenize", body))
 
 
 @kind("texts of 4 MB to encode over gRPC, 24 at a time")
 def grpc_tokenize(by: Attacker) -> None:
-    message = pb.TokenizeRequest(text="ab " * 1_390_000)
+    message = pb.TokenizeRequest(text="ab " * by.some(1_390_000))
     with by.channel() as channel:
         by.spread(24, lambda: by.call(channel, "Tokenize", message))
 
 
 @kind("a conversation of 60,000 messages")
 def long_chat(by: Attacker) -> None:
-    body = json.dumps({"messages": [{"role": "user", "content": "a"}] * 60_000, "max_tokens": 1}).encode()
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}] * by.some(60_000), "max_tokens": 1}).encode()
     by.spread(4, lambda: by.post(CHATS, body))
 
 
 @kind("arguments of a tool call that are 4 MB of empty lists")
 def tool_arguments(by: Attacker) -> None:
-    arguments = '{"a": [' + ",".join(["[]"] * 1_200_000) + "]}"
+    arguments = '{"a": [' + ",".join(["[]"] * by.some(1_200_000)) + "]}"
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
     messages += [{"role": "tool", "tool_call_id": "1", "content": "b"}]
@@ -349,8 +379,8 @@ def tool_arguments(by: Attacker) -> None:
 
 @kind("bodies that are lists of empty lists, and lists in lists")
 def nested_json(by: Attacker) -> None:
-    flat = b'{"prompt": "a", "max_tokens": 1, "metadata": {"a": [' + b",".join([b"[]"] * 1_300_000) + b"]}}"
-    deep = b'{"prompt": "a", "metadata": ' + b"[" * 2_000_000 + b"]" * 2_000_000 + b"}"
+    flat = b'{"prompt": "a", "max_tokens": 1, "metadata": {"a": [' + b",".join([b"[]"] * by.some(1_300_000)) + b"]}}"
+    deep = b'{"prompt": "a", "metadata": ' + b"[" * by.some(2_000_000) + b"]" * by.some(2_000_000) + b"}"
     turns = itertools.cycle((flat, deep))
     by.spread(4, lambda: by.post(COMPLETIONS, next(turns)))
 
@@ -360,9 +390,9 @@ def nested_json(by: Attacker) -> None:
 
 @kind("stop strings, which are looked for after each token")
 def stop_strings(by: Attacker) -> None:
-    asked = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "n": 16}
-    many = json.dumps({**asked, "stop": [f"\1{k}" for k in range(16_384)]}).encode()
-    few = json.dumps({**asked, "stop": [chr(0x4E00 + k) * 100_000 for k in range(4)]}).encode()
+    asked = {"prompt": "a", "max_tokens": by.some(200), "ignore_eos": True, "n": 16}
+    many = json.dumps({**asked, "stop": [f"\1{k}" for k in range(by.some(16_384))]}).encode()
+    few = json.dumps({**asked, "stop": [chr(0x4E00 + k) * by.some(100_000) for k in range(4)]}).encode()
     turns = itertools.cycle((many, few))
     by.spread(4, lambda: by.post(COMPLETIONS, next(turns)))
 
@@ -378,9 +408,9 @@ def grammars(by: Attacker) -> None:
             {"regex": "(a|aa)*" * (100 + k)},
             {"regex": f"(.*a.{{{200 + k}}})"},
             {"json": {"type": "array", "items": {"type": "string", "pattern": f"^([a-z]+)*{k}$"}, "maxItems": 100_000}},
-            {"json": {"enum": [f"{k}-{j}" * 4 for j in range(20_000)]}},
+            {"json": {"enum": [f"{k}-{j}" * 4 for j in range(by.some(20_000))]}},
             {"json": nested_schema(14, k)},
-            {"choice": [f"{k} {j}" for j in range(20_000)]},
+            {"choice": [f"{k} {j}" for j in range(by.some(20_000))]},
             {
                 "grammar": "start: "
                 + " ".join(f"a{j}?" for j in range(400))
@@ -402,32 +432,32 @@ def nested_schema(depth: int, number: int) -> dict[str, Any]:
 
 @kind("log-probabilities of 128 answers of one prompt")
 def logprobs_of_many(by: Attacker) -> None:
-    body = {"prompt": "a", "n": 128, "max_tokens": 900, "ignore_eos": True, "logprobs": 20}
+    body = {"prompt": "a", "n": 128, "max_tokens": by.some(900), "ignore_eos": True, "logprobs": 20}
     by.spread(1, lambda: by.post(COMPLETIONS, body))
 
 
 @kind("log-probabilities of the tokens of 32 long prompts")
 def prompt_logprobs(by: Attacker) -> None:
-    prompts = [[100 + (k + j) % 300 for j in range(1000)] for k in range(32)]
+    prompts = [[100 + (k + j) % 150 for j in range(1000)] for k in range(by.some(32))]
     body = {"prompt": prompts, "max_tokens": 1, "prompt_logprobs": 20}
     by.spread(2, lambda: by.post(COMPLETIONS, body))
 
 
 @kind("an echoed prompt of 1,000 tokens, 128 times")
 def echo(by: Attacker) -> None:
-    body = {"prompt": [100 + k % 300 for k in range(1000)], "n": 128, "max_tokens": 1, "echo": True, "logprobs": 20}
+    body = {"prompt": [100 + k % 150 for k in range(1000)], "n": 128, "max_tokens": 1, "echo": True, "logprobs": 20}
     by.spread(1, lambda: by.post(COMPLETIONS, body))
 
 
 @kind("bad words, biases and allowed tokens as many as a body holds")
 def large_sampling(by: Attacker) -> None:
-    asked = {"prompt": "a", "n": 16, "max_tokens": 100, "ignore_eos": True}
+    asked = {"prompt": "a", "n": 16, "max_tokens": by.some(100), "ignore_eos": True}
     bodies = [
-        {**asked, "logit_bias": {str(k): 1.0 for k in range(200_000)}},
-        {**asked, "allowed_token_ids": [k % 300 for k in range(800_000)]},
-        {**asked, "bad_words": [f"w{k}" for k in range(200_000)]},
-        {**asked, "bad_words": ["ab" * 20_000] * 32},
-        {**asked, "stop_token_ids": [*range(400_000)]},
+        {**asked, "logit_bias": {str(k): 1.0 for k in range(by.some(200_000))}},
+        {**asked, "allowed_token_ids": [k % 300 for k in range(by.some(800_000))]},
+        {**asked, "bad_words": [f"w{k}" for k in range(by.some(200_000))]},
+        {**asked, "bad_words": ["ab" * by.some(20_000)] * 32},
+        {**asked, "stop_token_ids": [*range(by.some(400_000))]},
     ]
     turns = itertools.cycle([json.dumps(body).encode() for body in bodies])
     by.spread(4, lambda: by.post(COMPLETIONS, next(turns)))
@@ -439,14 +469,14 @@ def large_sampling(by: Attacker) -> None:
 @kind("4,096 sequences, which are all that may wait")
 def queue(by: Attacker) -> None:
     for _ in range(4):
-        by.send(COMPLETIONS, {"prompt": ["a"] * 32, "n": 128, "max_tokens": 1000, "ignore_eos": True})
-    by.spread(2, lambda: by.post(COMPLETIONS, {"prompt": ["a"] * 32, "n": 128, "max_tokens": 1000}))
+        by.send(COMPLETIONS, {"prompt": ["a"] * 32, "n": 128, "max_tokens": by.some(1000), "ignore_eos": True})
+    by.spread(2, lambda: by.post(COMPLETIONS, {"prompt": ["a"] * 32, "n": 128, "max_tokens": by.some(1000)}))
 
 
 @kind("300 streams with log-probabilities that nobody reads")
 def unread_streams(by: Attacker) -> None:
-    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 20}
-    for _ in range(300):
+    body = {"prompt": "a", "max_tokens": by.some(900), "ignore_eos": True, "stream": True, "logprobs": 20}
+    for _ in range(by.some(300)):
         if not by.may_go_on():
             break
         by.send(COMPLETIONS, body)
@@ -455,7 +485,7 @@ def unread_streams(by: Attacker) -> None:
 
 @kind("requests that are left as soon as they are sent")
 def aborts(by: Attacker) -> None:
-    body = {"prompt": "a", "n": 8, "max_tokens": 500, "ignore_eos": True, "stream": True}
+    body = {"prompt": "a", "n": 8, "max_tokens": by.some(500), "ignore_eos": True, "stream": True}
 
     def come_and_go() -> None:
         raw = by.send(COMPLETIONS, body)
@@ -469,7 +499,7 @@ def aborts(by: Attacker) -> None:
 @kind("4,096 ids to abort over gRPC, and streams that are cancelled")
 def grpc_aborts(by: Attacker) -> None:
     message = pb.AbortRequest(request_ids=[f"{k:0250d}" for k in range(4096)])
-    body = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=500)).SerializeToString()
+    body = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=by.some(500))).SerializeToString()
 
     with by.channel() as channel:
 
@@ -516,14 +546,14 @@ def bodies_held(by: Attacker) -> None:
         except OSError as error:
             by.count("held until the end" if isinstance(error, TimeoutError) else type(error).__name__)
 
-    sizes = itertools.cycle((62_000_000, 62_000_000, 62_000_000, 62_000_000, 20_435_406))
+    sizes = itertools.cycle([*[by.some(62_000_000)] * 4, by.some(20_435_406)])
     by.spread(5, lambda: hold(next(sizes)))
 
 
 @kind("64 unread streams whose bodies of 4 MB count until they end")
 def metadata(by: Attacker) -> None:
-    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "stream": True, "logprobs": 20}
-    data = json.dumps({**body, "metadata": {"a": "x" * 4_190_000}}).encode()
+    body = {"prompt": "a", "max_tokens": by.some(1000), "ignore_eos": True, "stream": True, "logprobs": 20}
+    data = json.dumps({**body, "metadata": {"a": "x" * by.some(4_190_000)}}).encode()
     for _ in range(65):
         if not by.may_go_on():
             break
@@ -533,8 +563,8 @@ def metadata(by: Attacker) -> None:
 
 @kind("a gRPC message of 4 MB, 64 at a time")
 def grpc_messages(by: Attacker) -> None:
-    ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7] * 4_100_000))
-    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="a")] * 350_000)
+    ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7] * by.some(4_100_000)))
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="a")] * by.some(350_000))
     turns = itertools.cycle((ids, pb.GenerateRequest(chat=chat)))
     with by.channel() as channel:
         by.spread(64, lambda: by.call(channel, "Generate", next(turns)))
@@ -545,7 +575,7 @@ def stored_responses(by: Attacker) -> None:
     body = json.dumps(
         {"input": "a", "instructions": "", "metadata": {"a": "x" * 400}, "max_output_tokens": 16}
     ).encode()
-    large = json.dumps({"input": "a b " * 700_000, "max_output_tokens": 16, "truncation": "auto"}).encode()
+    large = json.dumps({"input": "a b " * by.some(700_000), "max_output_tokens": 16, "truncation": "auto"}).encode()
     turns = itertools.cycle((body, body, body, large))
     by.spread(4, lambda: by.post("/v1/responses", next(turns)))
 
@@ -556,20 +586,20 @@ def stored_responses(by: Attacker) -> None:
 @kind("200 bodies that come a byte at a time")
 def slow_uploads(by: Attacker) -> None:
     raws = []
-    for k in range(200):
+    for k in range(by.some(200)):
         with contextlib.suppress(OSError):
             raws.append(by.connect())
             raws[-1].sendall(by.head(COMPLETIONS, None if k % 2 else 1000))
-    while time.monotonic() < by.end_s:
+    while not by.is_over:
         for k, raw in enumerate(raws):
             with contextlib.suppress(OSError):
                 raw.sendall(b"1\r\nx\r\n" if k % 2 else b"x")
-        time.sleep(min(0.5, by.left_s))
+        by.pause(0.5)
 
 
 @kind("streams whose clients have closed their half of the connection")
 def half_closed(by: Attacker) -> None:
-    body = {"prompt": "a", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    body = {"prompt": "a", "max_tokens": by.some(900), "ignore_eos": True, "stream": True}
 
     def one() -> None:
         raw = by.send(COMPLETIONS, body)
@@ -581,12 +611,12 @@ def half_closed(by: Attacker) -> None:
             by.count("ended")
             by.close(raw)
 
-    by.spread(50, one)
+    by.spread(by.some(50), one)
 
 
 @kind("1,000 connections that say nothing")
 def connections(by: Attacker) -> None:
-    for _ in range(MOST_CONNECTIONS):
+    for _ in range(by.some(MOST_CONNECTIONS)):
         try:
             by.connect()
         except OSError as error:
@@ -601,7 +631,7 @@ def connections(by: Attacker) -> None:
 
 @kind("a line of a batch with 24 MB of empty lists")
 def batch_line(by: Attacker) -> None:
-    lists = ",".join(["[]"] * 8_000_000)
+    lists = ",".join(["[]"] * by.some(8_000_000))
     text = '{"custom_id":"1","method":"POST","url":"/v1/completions","body":{"prompt":"a","max_tokens":1,"metadata":'
     file = by.upload((text + '{"a":[' + lists + "]}}}").encode())
     if file:
@@ -611,15 +641,15 @@ def batch_line(by: Attacker) -> None:
 
 @kind("a batch that runs for long, and that of another key behind it")
 def batches_wait(by: Attacker) -> None:
-    body = {"prompt": "a", "max_tokens": 1000, "ignore_eos": True, "user": "slow"}
-    mine = by.batch(*[body] * 200, metadata={"a": "b"})
+    body = {"prompt": "a", "max_tokens": by.some(1000), "ignore_eos": True, "user": "slow"}
+    mine = by.batch(*[body] * by.some(200), metadata={"a": "b"})
     other = by.as_other()
     begun_s = time.monotonic()
     theirs = other.batch({"prompt": "a", "max_tokens": 1})
     status = ""
-    while time.monotonic() < by.end_s and status != "completed":
+    while not by.is_over and status != "completed":
         status = other.get(f"/v1/batches/{theirs}").get("status", "")
-        time.sleep(min(0.1, by.left_s))
+        by.pause(0.1)
     by.notes["the other key's batch"] = {"status": status, "seconds": round(time.monotonic() - begun_s, 1)}
     by.wait()
     by.afterwards().post(f"/v1/batches/{mine}/cancel", {})
@@ -629,7 +659,7 @@ def batches_wait(by: Attacker) -> None:
 def batch_descriptions(by: Attacker) -> None:
     file = by.upload(b'{"custom_id":"1","method":"POST","url":"/v1/completions","body":{"prompt":"a"}}')
     made = {"input_file_id": file, "endpoint": "/v1/embeddings", "completion_window": "24h"}
-    large = json.dumps({**made, "metadata": {"a": "x" * 4_000_000}}).encode()
+    large = json.dumps({**made, "metadata": {"a": "x" * by.some(4_000_000)}}).encode()
     turns = itertools.cycle((large, json.dumps(made).encode()))
     by.spread(4, lambda: by.post("/v1/batches", next(turns)))
 

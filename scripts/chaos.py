@@ -4,6 +4,7 @@
     python scripts/chaos.py --door client --json chaos.json    # the client library alone, before all servers
     python scripts/chaos.py --door ray --json chaos.json       # a fleet on a Ray cluster of this machine
     python scripts/chaos.py --upgrades 1 --json chaos.json     # every server shut down and started again, in turn
+    python scripts/chaos.py --cancels 0.33 --json chaos.json   # a third of the streams left by their clients
 
 Three servers of the demo model, each a process of its own, answer streams: greedy and seeded ones, several answers of
 one prompt, penalties, stop strings, JSON schemas and tool calls. Meanwhile servers are killed (SIGKILL) and started
@@ -234,6 +235,7 @@ class Stream:
     replies: list[pb.GenerateResponse] = dataclasses.field(default_factory=list)
     times_s: list[float] = dataclasses.field(default_factory=list)
     error: str = ""
+    cancelled: bool = False  # its client left before the end
 
     @property
     def counts(self) -> list[int]:
@@ -260,8 +262,17 @@ class Load:
     """
 
     def __init__(
-        self, addresses: Sequence[str], kinds: Sequence[tuple[str, SamplingParams]], least: int, threads: int
+        self,
+        addresses: Sequence[str],
+        kinds: Sequence[tuple[str, SamplingParams]],
+        least: int,
+        threads: int,
+        cancels: float = 0.0,
+        seed: int = 0,
     ) -> None:
+        """`cancels`: the share of the streams that their clients leave, after a random number of messages."""
+        self._cancels = cancels
+        self._seed = seed
         self.streams: list[Stream] = []
         self.least = least
         self.num_ended = 0
@@ -297,10 +308,17 @@ class Load:
         while (entry := self._next()) is not None:
             number, stream = entry
             prompt, sampling = self._kinds[stream.which]
+            rng = random.Random(f"{self._seed} {number}")
+            leaves_after = rng.randrange(sampling.max_tokens or 1) if rng.random() < self._cancels else None
+            replies = client.generate(prompt, sampling, CallOptions(request_id=f"r{number}"))
             try:
-                for reply in client.generate(prompt, sampling, CallOptions(request_id=f"r{number}")):
+                for reply in replies:
                     stream.replies.append(reply)
                     stream.times_s.append(time.monotonic())
+                    if leaves_after is not None and len(stream.replies) > leaves_after and not reply.HasField("usage"):
+                        stream.cancelled = True
+                        replies.close()
+                        break
             except RequestFailed as error:
                 stream.error = f"{error.status}: {error}"
             with self._lock:
@@ -409,10 +427,11 @@ def recoveries(
 
 def judge(streams: Sequence[Stream], expected: Sequence[list[tuple[Any, ...]]]) -> dict[str, Any]:
     """Counts the streams, and the tokens, that are not as they must be."""
+    left = [stream for stream in streams if stream.cancelled]
     failed = [stream.error or "no message came" for stream in streams if stream.error or not stream.replies]
     lost = repeated = changed = wrong = 0
     for stream in streams:
-        if stream.error or not stream.replies:
+        if stream.error or not stream.replies or stream.cancelled:
             continue
         found = result_of(collect_replies(stream.replies))
         wrong += found != expected[stream.which]
@@ -422,6 +441,7 @@ def judge(streams: Sequence[Stream], expected: Sequence[list[tuple[Any, ...]]]) 
             changed += sum(a != b for a, b in zip(mine[0], right[0], strict=False))
     return {
         "streams": len(streams),
+        "streams_cancelled": len(left),
         "streams_failed": len(failed),
         "errors": failed[:5],
         "streams_wrong": wrong,
@@ -448,6 +468,7 @@ def main() -> int:
     parser.add_argument("--proxies", type=int, default=0, help="Kills of Ray Serve's proxy.")
     parser.add_argument("--ingresses", type=int, default=0, help="Kills of the ingress on Ray.")
     parser.add_argument("--controllers", type=int, default=0, help="Kills of Ray Serve's controller.")
+    parser.add_argument("--cancels", type=float, default=0.0, help="Share of the streams that their clients leave.")
     parser.add_argument("--drain-s", type=float, default=2.0, help="serve.drain_s: seconds of streams in an upgrade.")
     parser.add_argument("--halt-s", type=float, default=20.0, help="Seconds of a SIGSTOP.")
     parser.add_argument("--threads", type=int, default=48, help="Streams at once.")
@@ -495,7 +516,7 @@ def main() -> int:
             addresses = ["ipv4:" + ",".join([*named[k:], *named[:k]]) for k in range(len(named))]
         print(f"{args.streams} streams at least through {addresses}", flush=True)
         begun_s = time.monotonic()
-        load = Load(addresses, kinds, args.streams, args.threads)
+        load = Load(addresses, kinds, args.streams, args.threads, args.cancels, args.seed)
         parts = {} if fleet is None else {deed: RayPart(title, fleet) for deed, title in RAY_PARTS.items()}
         done = disturb(servers, parts, load, args)
         load.finish()

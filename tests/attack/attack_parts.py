@@ -1,0 +1,103 @@
+"""What tests of attacks share: a server with two keys, an attack that lasts until a test ends it, and its remains."""
+
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+from attack_kinds import KINDS, Attacker
+from serve_parts import WAIT_S, Served, served, wait_until
+
+from jaxserve.config.schema import GrpcConfig, HttpConfig
+
+ATTACKER, OTHER = "sk-attacker", "sk-other"
+SCALE = 0.01  # of the sizes of `scripts/attack_kinds.py`
+
+
+@contextlib.contextmanager
+def guarded(parts: Served, folder: Path, **http: int) -> Iterator[Served]:
+    """Serves with both keys and batches. Its limits of time are those of a test that hangs."""
+    keys = folder / "keys"
+    keys.write_text(f"{ATTACKER}\n{OTHER}\n")
+    (folder / "batches").mkdir()
+    config = HttpConfig(
+        port=0,
+        api_keys_file=str(keys),
+        batch_dir=str(folder / "batches"),
+        header_timeout_s=WAIT_S,
+        body_timeout_s=WAIT_S,
+        **http,
+    )
+    with served(parts, grpc_config=GrpcConfig(port=0, tokens_file=str(keys)), http_config=config):
+        yield parts
+
+
+@contextlib.contextmanager
+def calling(parts: Served, key: str = OTHER) -> Iterator[httpx.Client]:
+    headers = {"authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=parts.http_url, timeout=WAIT_S, headers=headers) as client:
+        yield client
+
+
+def others_answer(parts: Served) -> str:
+    """What another key is told now."""
+    with calling(parts) as client:
+        assert client.get("/health").status_code == 200
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, "ignore_eos": True})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+@contextlib.contextmanager
+def attacked(parts: Served, name: str) -> Iterator[Attacker]:
+    """The attack of a kind goes on within the block, which begins once something of it has reached the server."""
+    ports = (int(address.rpartition(":")[2]) for address in (parts.http_url, parts.address))
+    by = Attacker(*ports, ATTACKER, OTHER, WAIT_S, SCALE)
+    ended: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            KINDS[name].attack(by)
+            ended.append(None)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=run, name=f"attack {name}", daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: by.is_under_way or bool(ended), "the attack begins")
+        yield by
+    finally:
+        by.leave()
+        thread.join(WAIT_S)
+    assert not thread.is_alive(), "the attack does not end"
+    assert ended == [None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Remains:
+    """What a process holds that attacks could leave behind."""
+
+    files: int
+    threads: int
+
+    @classmethod
+    def now(cls) -> "Remains":
+        return cls(len(os.listdir("/proc/self/fd")), threading.active_count())
+
+
+def assert_at_rest(parts: Served, before: Remains) -> None:
+    """No request is left, no page is held, and the process has no more files and threads than before."""
+    wait_until(lambda: parts.engine.num_live == parts.engine.num_unstarted == 0, "all requests have ended")
+    wait_until(lambda: parts.scheduler.num_held_pages == 0 and not parts.scheduler.has_work(), "all pages are free")
+    parts.scheduler.check()
+    assert parts.engine.failure is None
+
+    def is_as_before() -> bool:
+        now = Remains.now()
+        return now.files <= before.files and now.threads <= before.threads
+
+    wait_until(is_as_before, f"files and threads are as before: {before}")
