@@ -33,7 +33,9 @@ class ModelConfig(Section):
     )
     skip_tokenizer: bool = pydantic.Field(default=False, description="Serve token ids only; no tokenizer is loaded.")
     name: str | None = pydantic.Field(
-        default=None, description="Name for logs, clients and LLM.model_name; default: that of the directory or file."
+        default=None,
+        description="Name for logs, clients and LLM.model_name; default: that of the directory or file; of a packaged "
+        "model, model.path.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
         default="auto",

@@ -98,12 +98,14 @@ def serve_forever(
     weights: ChangesWeights | None = None,
     settings: Mapping[str, object] | None = None,
     adapters_dir: str | None = None,
+    on_ready: Callable[[Addresses], None] = lambda addresses: None,
 ) -> int:
     """Starts the engine and the servers; returns after a signal (`shutdown`), or when the engine has died.
 
     `ports` that are held already are listened on; the others are bound now. `handoff`: the engine exchanges pages with
     others. `weights`: operators may give it other weights. `settings`: the whole config for operators to see; None:
-    only `serve_config` is known. `adapters_dir`: `adapters.directory`.
+    only `serve_config` is known. `adapters_dir`: `adapters.directory`. `on_ready` gets the addresses once all doors are
+    open.
 
     The first signal drains: no new requests, `serve_config.drain_s` seconds for the running ones. Those that
     are left then end with the error Draining, and routers and clients go on with them elsewhere. A second signal ends
@@ -118,6 +120,7 @@ def serve_forever(
             engine,
             serve_config,
             shutdown,
+            on_ready,
             ports=ports,
             handoff=handoff,
             weights=weights,

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope
 from jaxserve.engine.interpreter import collector_paused
 from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal, invalid_body
 from jaxserve.serve.http.marks import Mark, note
-from jaxserve.serve.http.requests import Body
+from jaxserve.serve.http.requests import Body, field_names
 
 # For the OpenAPI document.
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ class _JsonRequest(Request):
             body = kind.model_validate(given, context=marks)
         except pydantic.ValidationError as error:
             problems = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-            raise _Unreadable(invalid_body(problems)) from error
+            raise _Unreadable(invalid_body(problems, field_names(kind))) from error
         if marks:
             note(self.app.state.counts, self.scope["route"].path, marks)
         return body
