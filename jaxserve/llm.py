@@ -486,10 +486,11 @@ def _is_one_conversation(messages: Sequence[Message] | Sequence[Sequence[Message
     return len(messages) == 0 or isinstance(messages[0], Mapping)
 
 
-def _is_messages(prompt: Prompt | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
-    """A list of token ids has no mapping in it."""
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-    return is_list and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+def _is_messages(prompt: object) -> TypeGuard[Sequence[Message]]:
+    """Whether it is one conversation; a list of token ids has no mapping in it."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str):
+        return False
+    return len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _numbered(error: JaxserveError, what: str, index: int, count: int) -> JaxserveError:

@@ -667,6 +667,11 @@ class ServeConfig(Section):
         description="File of tokens, one a line, of which calls of operators need one (flush, size of the page pool, "
         "tiers off and on, weights, sleep, drain, profiles, settings; of a router: quarantine). Null: there are none.",
     )
+    open_doors: list[Literal["grpc", "http"]] = pydantic.Field(
+        default=[],
+        description="Doors that anyone may call although callers of the other need a key, on addresses that other "
+        "machines reach: grpc, http. Without this such a server does not start.",
+    )
     drain_s: float = pydantic.Field(default=30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     degraded_below: float = pydantic.Field(
         default=1.0,

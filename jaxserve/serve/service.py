@@ -34,6 +34,7 @@ from jaxserve.serve.grpc_service import InferenceService
 from jaxserve.serve.handoff import HandoffSetup
 from jaxserve.serve.handoff_service import HandoffService
 from jaxserve.serve.keys import KnownKeys, read_keys
+from jaxserve.serve.open_doors import refuse_half_closed, warn_of_open
 from jaxserve.serve.orders import Drain, Orders
 from jaxserve.serve.ports import GRPC, HTTP, HeldPorts
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
@@ -138,6 +139,7 @@ def check_serve_config(serve_config: ServeConfig, adapters_dir: str | None = Non
     grpc, http = serve_config.grpc, serve_config.http
     if grpc.port is None and http.port is None:
         raise ConfigError("there is nothing to serve: set serve.grpc.port or serve.http.port (0 takes a free port)")
+    refuse_half_closed(serve_config)
     _read_admins(serve_config)
     if adapters_dir is not None and serve_config.admin_tokens_file is None:
         raise ConfigError(
@@ -208,6 +210,7 @@ async def serve(
         lending = None if exchange is None else exchange.start()  # before a ticket can be asked for
         for door in doors:
             addresses[door.protocol] = address_of(serve_config.host, await door.start())
+        warn_of_open(serve_config)
         engine.start()
         for protocol, address in addresses.items():
             logger.info("serving %s over %s on %s", engine.model.name, protocol, address)
