@@ -15,7 +15,7 @@ import difflib
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from jaxserve.content import MAX_DIGEST_BYTES, Adapter, ContentSpan, PlacedPicture
 from jaxserve.errors import InvalidRequest, UnsupportedOption
@@ -179,6 +179,12 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     structured: StructuredOutput | None = None
 
+    if not TYPE_CHECKING:  # type checkers read the fields
+
+        def __new__(cls, *args, **options):
+            _refuse_unknown(cls, options)
+            return object.__new__(cls)
+
     def __post_init__(self) -> None:
         _normalise(self)
         _check_ranges(self)
@@ -187,13 +193,27 @@ class SamplingParams:
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> "SamplingParams":
         """Builds from names of a wire format. An unknown name is refused, never ignored."""
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
-                raise UnsupportedOption(f"sampling option {name!r} is not supported; known: {', '.join(known)}.{hint}")
+        _refuse_unknown(cls, options)
         return cls(**options)
+
+    def clone(self, **changes: Any) -> Self:
+        """A copy, in which the options of `changes` have these values: a value itself never changes."""
+        return dataclasses.replace(self, **changes)
+
+
+def _refuse_unknown(cls: type[SamplingParams], options: Mapping[str, object]) -> None:
+    """Raises UnsupportedOption for the first option that is none, and says what it is here."""
+    known: Mapping[str, object] = cls.__dataclass_fields__
+    if options.keys() <= known.keys():
+        return
+    from jaxserve.other_names import Place, answer  # right names need no table
+
+    name = next(name for name in options if name not in known)
+    here = answer(name, Place.SAMPLING)
+    if here is None:
+        close = difflib.get_close_matches(name, known, n=1)
+        here = f"known: {', '.join(known)}." + (f" Did you mean {close[0]!r}?" if close else "")
+    raise UnsupportedOption(f"sampling option {name!r} is not supported; {here}")
 
 
 def _normalise(params: SamplingParams) -> None:

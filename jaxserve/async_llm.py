@@ -14,6 +14,7 @@ from jaxserve.api import Request, RequestOptions, SamplingParams
 from jaxserve.config import ResolvedConfig
 from jaxserve.engine import AsyncEngine, Prompt, Update, encode_pairs, make_pairs, need_reranker
 from jaxserve.offline import prepare_chat
+from jaxserve.offline.arguments import refuses_unknown
 from jaxserve.offline.front_door import FrontDoor
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class AsyncLLM(FrontDoor):
         self._streams = AsyncEngine(self._engine)
         self._engine.start()
 
+    @refuses_unknown
     def generate(
         self,
         prompt: Prompt,
@@ -90,6 +92,7 @@ class AsyncLLM(FrontDoor):
         )
         return self._stream(lambda: self._engine.prepare(prompt, sampling, options))
 
+    @refuses_unknown
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -137,6 +140,7 @@ class AsyncLLM(FrontDoor):
             )
         )
 
+    @refuses_unknown
     async def embed(
         self,
         prompt: Prompt,
@@ -159,6 +163,7 @@ class AsyncLLM(FrontDoor):
             normalize=normalize,
         )
 
+    @refuses_unknown
     async def score(
         self,
         queries: str | Sequence[str],
@@ -214,6 +219,7 @@ class AsyncLLM(FrontDoor):
         """
         return await asyncio.to_thread(self._assembly.weights.update, weights, version, policy)
 
+    @refuses_unknown
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Gives back the device's memory, weights and pages, when the running requests have ended; new ones are refused
         from now on. `keep_weights`: they go to the host's memory."""

@@ -6,14 +6,14 @@ same; an argument that would not do what vLLM's does is not accepted at all.
 
 import operator
 import os
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Generator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard
 
 from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.config import ResolvedConfig, for_batches
 from jaxserve.console import BatchBar
-from jaxserve.engine import Prompt, encode_pairs, make_pairs, need_reranker, pooling_params
+from jaxserve.engine import Prompt, Update, encode_pairs, make_pairs, need_reranker, pooling_params
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.offline import (
     CompletionOutput,
@@ -29,7 +29,9 @@ from jaxserve.offline import (
     prepare_chat,
     prompt_text,
     run_jobs,
+    stream_updates,
 )
+from jaxserve.offline.arguments import refuses_unknown
 from jaxserve.offline.front_door import FrontDoor
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ __all__ = [
     "RequestOutput",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "Update",
 ]
 
 Message = Mapping[str, Any]
@@ -76,6 +79,7 @@ class LLM(FrontDoor):
         """
         return self._assembly.weights.update(weights, version, policy, self._drive)
 
+    @refuses_unknown
     def sleep(self, *, keep_weights: bool = True) -> None:
         """Gives back the device's memory, weights and pages; `keep_weights`: they go to the host's memory."""
         self._assembly.weights.sleep(self._drive, keep_weights=keep_weights)
@@ -125,6 +129,7 @@ class LLM(FrontDoor):
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @refuses_unknown
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -172,6 +177,61 @@ class LLM(FrontDoor):
             run_jobs(self._engine, jobs, outputs.take, bar.update)
         return outputs.all
 
+    @refuses_unknown
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        tenant: str = "",
+        ttft_target_s: float | None = None,
+        tpot_target_s: float | None = None,
+        timeout_s: float | None = None,
+        adapter: str | None = None,
+        echo: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Generator[Update, None, None]:
+        """Answers one prompt, or one conversation, and yields what is new as soon as it is there.
+
+            for update in llm.stream("Once upon a time", SamplingParams(max_tokens=64)):
+                print(update.text, end="", flush=True)
+
+        The model works while the next update is asked for. Leaving the loop early, or an interrupt, ends the request.
+        Other calls may come between two updates; they wait for nothing, and the stream goes on with them. With n > 1
+        the updates of the sequences are mixed (`Update.index`). For many streams at once, and asyncio: `AsyncLLM`.
+
+        Args:
+          prompt: as one in `generate`, or the messages of one conversation.
+          timeout_s: seconds after which it ends with DeadlineExceeded; None: no limit.
+          echo: the text begins with the prompt; of a prompt alone.
+          chat_template_kwargs: further values for the template of a conversation.
+
+        The rest as in `generate`, but that of one prompt. Raises InvalidRequest and its kin, before anything has run.
+        """
+        options = RequestOptions(
+            priority=priority,
+            cache_salt=cache_salt,
+            tenant=tenant,
+            ttft_target_s=ttft_target_s,
+            tpot_target_s=tpot_target_s,
+            timeout_s=timeout_s,
+            adapter=adapter,
+            echo=echo,
+        )
+        sampling = self._sampling(sampling_params)
+        if _is_messages(prompt):
+            if echo:
+                raise InvalidRequest("echo is for prompts; a conversation has none that it could begin with")
+            template = self._engine.chat_template()
+            job = prepare_chat(self._engine, template, prompt, sampling, options, variables=chat_template_kwargs)
+            return stream_updates(self._engine, job.request)
+        if chat_template_kwargs is not None:
+            raise InvalidRequest("chat_template_kwargs are for conversations; the prompt is none")
+        return stream_updates(self._engine, self._engine.prepare(prompt, sampling, options))  # type: ignore[arg-type]
+
+    @refuses_unknown
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -231,6 +291,7 @@ class LLM(FrontDoor):
             run_jobs(self._engine, jobs, outputs.take, bar.update)
         return outputs.all
 
+    @refuses_unknown
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -279,6 +340,7 @@ class LLM(FrontDoor):
             )
         return embedded
 
+    @refuses_unknown
     def score(
         self,
         queries: str | Sequence[str],
@@ -422,6 +484,13 @@ def _is_one_conversation(messages: Sequence[Message] | Sequence[Sequence[Message
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise InvalidRequest(f"messages is a list of {{role, content}}, or a list of such lists, got {messages!r:.80}")
     return len(messages) == 0 or isinstance(messages[0], Mapping)
+
+
+def _is_messages(prompt: object) -> TypeGuard[Sequence[Message]]:
+    """Whether it is one conversation; a list of token ids has no mapping in it."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str):
+        return False
+    return len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _numbered(error: JaxserveError, what: str, index: int, count: int) -> JaxserveError:

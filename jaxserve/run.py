@@ -10,6 +10,7 @@ counted, and with 2 when all did.
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import sys
@@ -31,6 +32,7 @@ from jaxserve.cli.options import (
     with_model,
 )
 from jaxserve.config import ResolvedConfig, for_batches, load_config
+from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import HostsConfig
 from jaxserve.console import BatchBar, TextWriter, complain, leave_without_devices, set_up_logging
 from jaxserve.engine import AnyEngine, refuse_url
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jaxserve.run")  # by its name: as a program this module is "__main__"
 
 SOME_FAILED = 3
+_HTTP_PORT = 8000  # of `jaxserve serve`, as with other engines
 
 
 def run_command(
@@ -74,13 +77,10 @@ def run_command(
     json_: Annotated[bool, typer.Option("--json", help="One JSON object per result on stdout.")] = False,
     echo: Annotated[bool, typer.Option("--echo", help="The text begins with the prompt.")] = False,
 ) -> int:
-    """Answer prompts (--prompt, --input) and exit, or serve until SIGTERM."""
+    """Answer prompts (--prompt, --input) and exit, or serve the ports of a config; see also `jaxserve serve MODEL`."""
     resolved = load_config(config, with_model(set_, model))
     set_up_logging(resolved.config.runtime)
-    if resolved.config.hosts != HostsConfig():
-        from jaxserve.hosts import check_hosts  # gRPC: not needed by one process that answers prompts
-
-        check_hosts(resolved.config)
+    _check_hosts(resolved)
     if resolved.config.hosts.process_id > 0:
         return _attend(resolved)  # the same command on every host: prompts and ports are for process 0
     flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
@@ -117,10 +117,87 @@ def run_command(
         return _answer(resolved, prompt or (), files, options, writer)
 
 
-def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
+def serve_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Directory of a model, GGUF file, demo, or demo-vision; default: --config's.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port of HTTP; 0 takes a free one. Default: 8000.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+    model_option: Annotated[str | None, typer.Option("--model", hidden=True)] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Sets model.name.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="Sets model.tokenizer.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Sets model.dtype.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="Sets model.quantization.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Sets model.seed.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Sets model.max_len.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sets sched.max_rows.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Sets sched.max_step_tokens.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Sets cache.page_size.")] = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(help="Sets cache.memory_fraction.")] = None,
+    tensor_parallel_size: Annotated[
+        int | None, typer.Option("--tensor-parallel-size", "-tp", help="Sets parallel.tensor.")
+    ] = None,
+    pipeline_parallel_size: Annotated[
+        int | None, typer.Option("--pipeline-parallel-size", "-pp", help="Sets parallel.pipeline.")
+    ] = None,
+    data_parallel_size: Annotated[
+        int | None, typer.Option("--data-parallel-size", "-dp", help="Sets parallel.data.")
+    ] = None,
+) -> int:
+    """Serve a model over HTTP until SIGTERM: OpenAI's and Anthropic's APIs, and a page for a chat."""
+    if model is not None and model_option is not None and model != model_option:
+        raise ConfigError(f"two models are given, {model} and --model {model_option}; give one")
+    given = {
+        "model.path": model if model is not None else model_option,
+        "serve.http.port": port,
+        "serve.host": host,
+        "model.name": served_model_name,
+        "model.tokenizer": tokenizer,
+        "model.dtype": dtype,
+        "model.quantization": quantization,
+        "model.seed": seed,
+        "model.max_len": max_model_len,
+        "sched.max_rows": max_num_seqs,
+        "sched.max_step_tokens": max_num_batched_tokens,
+        "cache.page_size": block_size,
+        "cache.memory_fraction": gpu_memory_utilization,
+        "parallel.tensor": tensor_parallel_size,
+        "parallel.pipeline": pipeline_parallel_size,
+        "parallel.data": data_parallel_size,
+    }
+    flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
+    resolved = load_config(config, [*(set_ or ()), *flags])
+    if resolved.config.serve.http.port is None:
+        resolved = load_config(config, [*(set_ or ()), *flags, f"serve.http.port={_HTTP_PORT}"])
+    if resolved.sources["model.path"] == "default":
+        raise ConfigError("which model? `jaxserve serve DIRECTORY` serves a model of yours, `jaxserve serve demo` ours")
+    set_up_logging(resolved.config.runtime)
+    _check_hosts(resolved)
+    if resolved.config.hosts.process_id > 0:
+        return _attend(resolved)
+    return _serve(resolved, (), tell=resolved.config.runtime.log_format == "text")
+
+
+def _check_hosts(resolved: ResolvedConfig) -> None:
+    if resolved.config.hosts != HostsConfig():
+        from jaxserve.hosts import check_hosts  # gRPC: not needed by one process that answers prompts
+
+        check_hosts(resolved.config)
+
+
+def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str], *, tell: bool = False) -> int:
+    """`tell`: people are told how to call the HTTP door."""
     from jaxserve.serve.handoff import HandoffSetup
+    from jaxserve.serve.how_to_call import how_to_call
     from jaxserve.serve.ports import hold_ports
-    from jaxserve.serve.service import HUNG, check_serve_config, serve_forever  # gRPC: not needed for prompts
+    from jaxserve.serve.service import (  # gRPC: not needed for prompts
+        HUNG,
+        Addresses,
+        check_serve_config,
+        serve_forever,
+    )
     from jaxserve.telemetry import check_tracing, observe_requests
 
     serve = resolved.config.serve
@@ -129,8 +206,8 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
         raise ConfigError(f"{names} given, but nothing to answer: add --prompt TEXT or --input FILE")
     if serve.grpc.port is None and serve.http.port is None:
         raise ConfigError(
-            "nothing to do: give --prompt TEXT or --input FILE to answer prompts, or a port to serve, "
-            "such as --set serve.grpc.port=8500"
+            "nothing to do: give --prompt TEXT or --input FILE to answer prompts, or a port to serve: `jaxserve serve "
+            "MODEL --port 8000` is for HTTP, --set serve.grpc.port=8500 for gRPC"
         )
     check_serve_config(serve)  # a wrong file is reported before minutes are spent on loading
     check_tracing(resolved.config.runtime)
@@ -142,7 +219,15 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
         handoff = None if assembly.pages is None else HandoffSetup(resolved.config.handoff, assembly.pages)
         settings = resolved.config.model_dump(mode="json")
         directory = resolved.config.adapters.directory
-        code = serve_forever(assembly.engine, serve, ports, handoff, assembly.weights, settings, directory)
+
+        def on_ready(addresses: Addresses) -> None:
+            if tell and addresses.http is not None:
+                tokenizer = assembly.engine.tokenizer
+                chats = tokenizer is not None and tokenizer.chat_template is not None
+                for line in how_to_call(addresses.http, assembly.engine.model.name, serve.http, chats=chats):
+                    complain(line)
+
+        code = serve_forever(assembly.engine, serve, ports, handoff, assembly.weights, settings, directory, on_ready)
     if code == HUNG:
         leave_without_devices(code)
     return code
@@ -151,6 +236,7 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
 @contextlib.contextmanager
 def _built(resolved: ResolvedConfig) -> "Iterator[Assembly]":
     """The engine, and what doors need beside it. Other processes of a service over several hosts end with the block."""
+    resolve_model_path(resolved.config.model.path)  # a name that is no directory is told before JAX is loaded
     with contextlib.ExitStack() as stack:
         with _progress(resolved) as progress:
             from jaxserve.assemble import assemble  # JAX takes seconds, which a wrong option need not cost

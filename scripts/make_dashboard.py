@@ -71,10 +71,15 @@ ROWS: dict[str, list[Panel]] = {
             queries={"": "avg(jaxserve:kv_cache_usage_percSELECT and jaxserve:engine_aliveSELECT == 1)"},
         ),
         Panel(
-            title="Replicas dead",
+            title="Dead",
             kind="stat",
             width=3,
-            queries={"": "count(jaxserve:engine_aliveSELECT) - sum(jaxserve:engine_aliveSELECT)"},
+            text="Servers of the last day that do not answer, and dead replicas of those that do.",
+            queries={
+                "servers": "count(up == 0 and on (instance, job) last_over_time(jaxserve:engine_aliveSELECT[1d])) "
+                "or vector(0)",
+                "replicas": "count(jaxserve:engine_aliveSELECT) - sum(jaxserve:engine_aliveSELECT)",
+            },
             colours={"0": "green", "1": "red"},
         ),
         Panel(title="Generated tokens/s", kind="stat", width=4, queries={"": _rate("generation_tokens_total")}),
@@ -394,7 +399,9 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             title="Process memory",
             unit="bytes",
-            queries={"resident": "process_resident_memory_bytes"},
+            queries={
+                "{{instance}}": "process_resident_memory_bytes and on (instance, job) jaxserve:engine_aliveSELECT"
+            },
         ),
     ],
 }

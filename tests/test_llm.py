@@ -368,8 +368,8 @@ def test_more_prompts_than_may_wait(fakes: Fakes, tmp_path) -> None:
 def test_an_option_that_does_not_exist_is_told_by_door_and_name(door: type) -> None:
     with pytest.raises(ConfigError, match=f"{door.__name__} has no option 'max_num_seq'; did you mean 'max_num_seqs'"):
         door("demo", max_num_seq=3)
-    with pytest.raises(ConfigError, match="'trust_remote_code'; it has tokenizer, ") as caught:
-        door("demo", trust_remote_code=True)
+    with pytest.raises(ConfigError, match="'quite_unknown'; it has tokenizer, ") as caught:
+        door("demo", quite_unknown=True)
     assert f"{door.__name__}.from_config(None, overrides=" in str(caught.value)
 
 

@@ -29,7 +29,7 @@ from jaxserve.assemble.page_store import PageStore, PageStores, prepare_page_sto
 from jaxserve.assemble.pictures import find_pictures, plan_pictures
 from jaxserve.assemble.step_log import open_step_log
 from jaxserve.config import ResolvedConfig
-from jaxserve.config.model_path import resolve_model_path
+from jaxserve.config.model_path import model_name, resolve_model_path
 from jaxserve.config.schema import Config, DegradeConfig
 from jaxserve.engine import AnyEngine, EmbeddingRules, Engine, EngineGroup, ModelInfo, Reranker
 from jaxserve.engine.adapters import LoadedAdapters
@@ -452,7 +452,7 @@ def describe_model(
 
 
 def _model_name(config: Config) -> str:
-    return config.model.name or resolve_model_path(config.model.path).name
+    return config.model.name or model_name(config.model.path)
 
 
 def _load_adapters(config: Config, loaded: LoadedModel, progress: Progress) -> LoadedAdapters | None:

@@ -13,6 +13,7 @@ import typer.core
 
 from jaxserve import __version__
 from jaxserve.cli.options import HELP_OPTIONS, run_app
+from jaxserve.errors import ConfigError
 
 
 class Command(NamedTuple):
@@ -23,7 +24,14 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "run": Command("jaxserve.run:run_command", "Answer prompts (--prompt, --input) and exit, or serve until SIGTERM."),
+    "serve": Command(
+        "jaxserve.run:serve_command",
+        "Serve a model over HTTP until SIGTERM: OpenAI's and Anthropic's APIs, and a page for a chat.",
+    ),
+    "run": Command(
+        "jaxserve.run:run_command",
+        "Answer prompts (--prompt, --input) and exit, or serve the ports of a config; see also `jaxserve serve MODEL`.",
+    ),
     "bench": Command("jaxserve.lab.bench.cli:app", "Measure an endpoint, or a model in this process."),
     "simulate": Command(
         "jaxserve.lab.simulation.cli:simulate_command",
@@ -83,6 +91,11 @@ class LazyGroup(typer.core.TyperGroup):
     """Lists commands from the table in this module, and loads the one that runs."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        if args[0] not in COMMANDS:
+            from jaxserve.other_names import command_answer  # a right command needs no table
+
+            if (here := command_answer(args[0])) is not None:
+                raise ConfigError(f"No such command {args[0]!r}; here it is {here}")
         name, found, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if name in COMMANDS else found, rest
 

@@ -42,7 +42,7 @@ def run_app(command: Any, program: str, arguments: Sequence[str] | None = None) 
     try:
         code = command.main(args=arguments, prog_name=program, standalone_mode=False)
     except typer.TyperException as error:
-        _complain(f"error: {' '.join(error.format_message().split())} (see {program} --help)")
+        _complain(f"error: {' '.join(_message(error).split())} (see {_path(error) or program} --help)")
         return USER_ERROR
     except UserError as error:
         _complain(f"error: {one_line(error)}")
@@ -53,6 +53,25 @@ def run_app(command: Any, program: str, arguments: Sequence[str] | None = None) 
     except typer.Abort:
         return INTERRUPTED
     return code if isinstance(code, int) else 0
+
+
+def _message(error: typer.TyperException) -> str:
+    """What is wrong; of an option that other engines have, what it is here."""
+    context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
+    if option is None or not hasattr(error, "possibilities"):  # no other error has guesses beside an option
+        return error.format_message()
+    from jaxserve.other_names import Place, answer  # a right command needs no table
+
+    name = option.lstrip("-").replace("-", "_")
+    takes_settings = any(one.name == "set_" for one in getattr(getattr(context, "command", None), "params", ()))
+    found = (answer(name, Place.FLAG) or answer(name.removeprefix("no_"), Place.FLAG)) if takes_settings else None
+    return error.format_message() if found is None else f"No such option: {option}; {found}"
+
+
+def _path(error: typer.TyperException) -> str | None:
+    """The command whose help has more, as it was called."""
+    path: str | None = getattr(getattr(error, "ctx", None), "command_path", None)
+    return path
 
 
 def _complain(line: str) -> None:

@@ -24,6 +24,7 @@ from jaxserve.config.model_path import PACKAGED
 from jaxserve.config.schema import Config, Section
 from jaxserve.config.yaml_lines import parse_yaml, read_yaml
 from jaxserve.errors import ConfigError
+from jaxserve.other_names import Place, answer
 
 ENVIRONMENT: Mapping[str, str] = {  # every environment variable that this package reads -> the field it sets
     "JAXSERVE_COMPILE_CACHE": "runtime.compile_cache",
@@ -284,6 +285,8 @@ def _leaves(tree: Mapping[str, object], prefix: str, where: Callable[[str], str]
 
 def _unknown_key(name: str, where: str) -> ConfigError:
     section, _, last = name.rpartition(".")
+    if (here := answer(last, Place.SETTING)) is not None:
+        return ConfigError(f"{where}: unknown key {name!r}; {here}")
     prefix = f"{section}." if section in _SECTIONS and section else ""
     known = list(_SECTIONS[prefix.rstrip(".")].model_fields)
     close = [prefix + k for k in difflib.get_close_matches(last, known, n=1)]

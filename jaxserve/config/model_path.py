@@ -4,6 +4,7 @@ Apart from `models`, which loads JAX: a router needs a tokenizer and no model.
 """
 
 import importlib.resources
+import re
 from pathlib import Path
 
 from jaxserve.errors import CheckpointError
@@ -11,6 +12,7 @@ from jaxserve.gguf_file import SUFFIX
 
 PACKAGED = {"demo": "demo_model", "demo-vision": "demo_model/vision"}  # directories in the package, by their names
 CONFIG_NAME = "config.json"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # OWNER/NAME
 
 
 def resolve_model_path(path: str | Path) -> Path:
@@ -28,7 +30,40 @@ def resolve_model_path(path: str | Path) -> Path:
     directory = Path(path).expanduser()
     if not directory.is_dir() and not (directory.suffix == SUFFIX and directory.is_file()):
         what = "is a file, but must be a directory" if directory.exists() else "does not exist"
+        hub_name = _hub_name(directory)
+        if hub_name is not None:
+            raise CheckpointError(f"model directory {directory} {what}, {_how_to_fetch(hub_name)}")
         raise CheckpointError(
             f"model directory {directory} {what}; give one with config.json, a file that ends in {SUFFIX}, or 'demo'"
         )
     return directory
+
+
+def model_name(path: str) -> str:
+    """What clients call the model of `model.path` unless `model.name` says something else.
+
+    Raises CheckpointError if there is none.
+    """
+    return path if path in PACKAGED else resolve_model_path(path).name
+
+
+def _hub_name(path: Path) -> str | None:
+    """OWNER/NAME where `path`, at which there is nothing, may have been meant as a name of Hugging Face.
+
+    Paths of a config are absolute by now. Where there is a folder of that OWNER, a directory in it was meant.
+    """
+    owner, name = path.absolute().parent, "/".join(path.absolute().parts[-2:])
+    if owner.exists() or not owner.parent.is_dir() or path.suffix == SUFFIX:
+        return None
+    return name if _HUB_NAME.fullmatch(name) else None
+
+
+def _how_to_fetch(hub_name: str) -> str:
+    target = f"models/{hub_name.rpartition('/')[2]}"
+    fetch = f"hf download {hub_name} --local-dir {target}"
+    if hub_name.upper().endswith("GGUF"):  # a repository of many files, each a whole model
+        fetch, target = f"hf download {hub_name} FILE{SUFFIX} --local-dir {target}", f"{target}/FILE{SUFFIX}"
+    return (
+        f"and jaxserve downloads nothing. If {hub_name} is a model of Hugging Face, fetch it with `{fetch}`; then "
+        f"`jaxserve serve {target}` serves it, and {target} is its path everywhere else"
+    )

@@ -33,7 +33,9 @@ class ModelConfig(Section):
     )
     skip_tokenizer: bool = pydantic.Field(default=False, description="Serve token ids only; no tokenizer is loaded.")
     name: str | None = pydantic.Field(
-        default=None, description="Name for logs, clients and LLM.model_name; default: that of the directory or file."
+        default=None,
+        description="Name for logs, clients and LLM.model_name; default: that of the directory or file; of a packaged "
+        "model, model.path.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = pydantic.Field(
         default="auto",
@@ -738,6 +740,11 @@ class ServeConfig(Section):
         description="Requests of different keys (serve.http.api_keys_file, serve.grpc.tokens_file) share no cached "
         "pages, so that nobody can find out by its speed whether another has sent a prompt; callers without a key "
         "share theirs. False: all share all.",
+    )
+    open_doors: list[Literal["grpc", "http"]] = pydantic.Field(
+        default=[],
+        description="Doors that anyone may call although callers of the other need a key, on addresses that other "
+        "machines reach: grpc, http. Without this such a server does not start.",
     )
     drain_s: float = pydantic.Field(default=30.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     degraded_below: float = pydantic.Field(

@@ -15,7 +15,7 @@ their pages are free, and the next call works.
 """
 
 from jaxserve.offline.jobs import Job, prepare_chat, prompt_text
-from jaxserve.offline.loop import InOrder, run_jobs
+from jaxserve.offline.loop import InOrder, run_jobs, stream_updates
 from jaxserve.offline.picture_files import open_under, read_pictures
 from jaxserve.offline.results import (
     CompletionOutput,
@@ -48,4 +48,5 @@ __all__ = [
     "prompt_text",
     "read_pictures",
     "run_jobs",
+    "stream_updates",
 ]

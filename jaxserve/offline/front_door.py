@@ -3,7 +3,6 @@
 The arguments are translated into the config here. The two classes differ only in how they answer prompts.
 """
 
-import difflib
 import functools
 import inspect
 import os
@@ -12,34 +11,17 @@ from typing import TYPE_CHECKING, ParamSpec, Self
 
 from jaxserve.api import SamplingParams
 from jaxserve.config import ResolvedConfig, get_value, load_config
+from jaxserve.config.model_path import resolve_model_path
 from jaxserve.errors import ConfigError, InvalidRequest
+from jaxserve.offline.arguments import hint
+from jaxserve.offline.llm_tokenizer import LlmTokenizer
+from jaxserve.other_names import SAME, Place, answer
 from jaxserve.progress import show_progress
-from jaxserve.text import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.assemble import Assembly, SchedulerChoice
 
 _P = ParamSpec("_P")
-
-_CONFIG_NAMES = {  # vLLM's argument -> the field it sets; None leaves the field alone
-    "tokenizer": "model.tokenizer",
-    "skip_tokenizer_init": "model.skip_tokenizer",
-    "served_model_name": "model.name",
-    "dtype": "model.dtype",
-    "quantization": "model.quantization",
-    "seed": "model.seed",
-    "max_model_len": "model.max_len",
-    "max_num_seqs": "sched.max_rows",
-    "max_num_batched_tokens": "sched.max_step_tokens",
-    "enable_prefix_caching": "cache.prefix_caching",
-    "enable_chunked_prefill": "sched.chunked_prefill",
-    "block_size": "cache.page_size",
-    "num_gpu_blocks_override": "cache.num_pages",
-    "gpu_memory_utilization": "cache.memory_fraction",
-    "tensor_parallel_size": "parallel.tensor",
-    "pipeline_parallel_size": "parallel.pipeline",
-    "data_parallel_size": "parallel.data",
-}
 
 
 def _refuses_unknown(init: Callable[_P, None]) -> Callable[_P, None]:
@@ -50,11 +32,11 @@ def _refuses_unknown(init: Callable[_P, None]) -> Callable[_P, None]:
     def checked(*args: _P.args, **options: _P.kwargs) -> None:
         for name in options:
             if name not in (*known, "model"):
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
+                if (here := answer(name, Place.MODEL)) is not None:
+                    raise ConfigError(f"{type(args[0]).__name__} has no option {name!r}; {here}")
                 raise ConfigError(
-                    f"{type(args[0]).__name__} has no option {name!r}; {hint}; settings of docs/config.md go in by "
-                    f"{type(args[0]).__name__}.from_config(None, overrides={{...}})"
+                    f"{type(args[0]).__name__} has no option {name!r}; {hint(name, known)}; settings of docs/config.md "
+                    f"go in by {type(args[0]).__name__}.from_config(None, overrides={{...}})"
                 )
         init(*args, **options)
 
@@ -134,7 +116,7 @@ class FrontDoor:
             "pipeline_parallel_size": pipeline_parallel_size,
             "data_parallel_size": data_parallel_size,
         }
-        overrides: dict[str, object] = {_CONFIG_NAMES[n]: value for n, value in given.items() if value is not None}
+        overrides: dict[str, object] = {SAME[n]: value for n, value in given.items() if value is not None}
         self._start(load_config(None, {"model.path": os.fspath(model), **overrides}), scheduler, progress=progress)
 
     @classmethod
@@ -158,6 +140,7 @@ class FrontDoor:
                     f"{name} is set by {resolved.sources[name]}, but LLM and AsyncLLM use the devices of this host "
                     "alone: unset it, or serve with `python -m jaxserve.run` on every host"
                 )
+        resolve_model_path(resolved.config.model.path)  # a name that is no directory is told before JAX is loaded
         with show_progress(shown=progress) as shown:
             shown.begin(f"starting with model {resolved.config.model.path}: loading JAX")
             from jaxserve.assemble import assemble  # seconds, which are not to be silent
@@ -180,9 +163,15 @@ class FrontDoor:
         for buckets in self._assembly.later:
             buckets.wait()
 
-    def get_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None with `skip_tokenizer_init`."""
-        return self._engine.tokenizer
+    def get_tokenizer(self) -> LlmTokenizer | None:
+        """The tokenizer, with a call and `apply_chat_template` as in transformers; None with `skip_tokenizer_init`."""
+        tokenizer = self._engine.tokenizer
+        return None if tokenizer is None else LlmTokenizer(tokenizer, self._engine.chat_template)
+
+    @property
+    def tokenizer(self) -> LlmTokenizer | None:
+        """That of `get_tokenizer`."""
+        return self.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The recommendations of the checkpoint's generation_config.json; the rest as in `SamplingParams()`."""

@@ -1,13 +1,15 @@
 """The loop of a batch: feed the engine, step it, hand out results; with a clean end after an interrupt."""
 
+import collections
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from types import FrameType
 from typing import Generic, TypeVar
 
-from jaxserve.engine import AnyEngine
+from jaxserve.api import Request
+from jaxserve.engine import AnyEngine, Update
 from jaxserve.errors import JaxserveError, QueueFull
 from jaxserve.offline.jobs import Job
 from jaxserve.offline.results import Counts, Gatherer, Result
@@ -77,6 +79,47 @@ def run_jobs(
             if engine.failure is None:  # the step that was launched ahead of the last token ends, too
                 for request_id in live:
                     engine.abort(request_id)
+                engine.run_until_idle()
+
+
+def stream_updates(engine: AnyEngine, request: Request) -> Generator[Update, None, None]:
+    """The updates of one request, each as soon as the engine has it; the engine works while the next one is waited for.
+
+    The engine must have no thread of its own. Requests of other calls go on meanwhile. Leaving the generator, or an
+    interrupt, aborts the request. Raises QueueFull, and the error with which the request ends.
+    """
+    updates: collections.deque[Update] = collections.deque()
+    ended = False
+
+    def take(update: Update) -> None:
+        nonlocal ended
+        ended = ended or update.last
+        updates.append(update)
+
+    engine.submit(request, take)
+    try:
+        while updates or not ended:
+            if updates:
+                update = updates.popleft()
+                if update.error is not None:
+                    raise update.error
+                yield update
+                continue
+            with _interrupts_between_steps() as check_interrupt:
+                try:
+                    engine.pause(_PAUSE_S)
+                    worked = engine.step()
+                except BaseException as error:  # a defect: the engine's state is unknown, so it must not be used again
+                    engine.fail(error)
+                    raise
+                check_interrupt()
+            assert worked or ended, f"the engine is idle, but {request.request_id} has not ended"
+    finally:
+        if engine.failure is None:
+            engine.abort(request.request_id)  # of one that has ended, nothing
+            while not ended and engine.step():
+                pass
+            if not engine.num_live:  # the step that was launched ahead of the last token ends, too
                 engine.run_until_idle()
 
 

@@ -19,6 +19,7 @@ from jaxserve.serve.descriptors import current_limit, raise_descriptor_limit, ro
 from jaxserve.serve.grpc_admin import RouterAdminService
 from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.keys import KnownKeys, read_keys
+from jaxserve.serve.open_doors import refuse_half_closed, warn_of_open
 from jaxserve.serve.owners import Owners
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.quarantine import Quarantine
@@ -63,6 +64,7 @@ async def route(
     """`route_forever` without signals; `on_ready` gets the addresses; for `resolve` see `Pool`."""
     if config.serve.grpc.port is None:
         raise ConfigError("there is nothing to route: set serve.grpc.port (0 takes a free port)")
+    refuse_half_closed(config.serve)
     tokenizer = _read_tokenizer(config)
     options = RouterOptions(slack=config.route.slack, table_blocks=config.route.table_blocks, seed=config.route.seed)
     pool = Pool(config.route, create_router(config.route.policy, options), resolve=resolve)
@@ -89,6 +91,7 @@ async def route(
     )
     http_address = None if http is None else address_of(serving.host, await http.start())
     address = address_of(serving.host, await server.start(healthy=False))
+    warn_of_open(serving)
     pool.start()
     report = DegradedReport([lambda: missing(pool.faults, pool.num_listed, serving.degraded_below)])
     tasks = [asyncio.create_task(_report_health(pool, server)), asyncio.create_task(_report_faults(report, counts))]

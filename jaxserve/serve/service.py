@@ -35,6 +35,7 @@ from jaxserve.serve.handoff import HandoffSetup
 from jaxserve.serve.handoff_service import HandoffService
 from jaxserve.serve.keys import KnownKeys, read_keys, read_listed_keys
 from jaxserve.serve.loop_watch import LoopWatch
+from jaxserve.serve.open_doors import refuse_half_closed, warn_of_open
 from jaxserve.serve.orders import Drain, Orders
 from jaxserve.serve.owners import Owners
 from jaxserve.serve.ports import GRPC, HTTP, HeldPorts
@@ -100,12 +101,14 @@ def serve_forever(
     weights: ChangesWeights | None = None,
     settings: Mapping[str, object] | None = None,
     adapters_dir: str | None = None,
+    on_ready: Callable[[Addresses], None] = lambda addresses: None,
 ) -> int:
     """Starts the engine and the servers; returns after a signal (`shutdown`), or when the engine has died.
 
     `ports` that are held already are listened on; the others are bound now. `handoff`: the engine exchanges pages with
     others. `weights`: operators may give it other weights. `settings`: the whole config for operators to see; None:
-    only `serve_config` is known. `adapters_dir`: `adapters.directory`.
+    only `serve_config` is known. `adapters_dir`: `adapters.directory`. `on_ready` gets the addresses once all doors are
+    open.
 
     The first signal drains: no new requests, `serve_config.drain_s` seconds for the running ones. Those that
     are left then end with the error Draining, and routers and clients go on with them elsewhere. A second signal ends
@@ -120,6 +123,7 @@ def serve_forever(
             engine,
             serve_config,
             shutdown,
+            on_ready,
             ports=ports,
             handoff=handoff,
             weights=weights,
@@ -137,6 +141,7 @@ def check_serve_config(serve_config: ServeConfig, adapters_dir: str | None = Non
     grpc, http = serve_config.grpc, serve_config.http
     if grpc.port is None and http.port is None:
         raise ConfigError("there is nothing to serve: set serve.grpc.port or serve.http.port (0 takes a free port)")
+    refuse_half_closed(serve_config)
     _read_admins(serve_config)
     if adapters_dir is not None and serve_config.admin_tokens_file is None:
         raise ConfigError(
@@ -216,6 +221,7 @@ async def serve(
         lending = None if exchange is None else exchange.start()  # before a ticket can be asked for
         for door in doors:
             addresses[door.protocol] = address_of(serve_config.host, await door.start())
+        warn_of_open(serve_config)
         engine.start()
         for protocol, address in addresses.items():
             logger.info("serving %s over %s on %s", engine.model.name, protocol, address)

@@ -1,5 +1,6 @@
 """The Kubernetes manifests, without Kubernetes: its schemas, and every name and number held against the others."""
 
+import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -220,6 +221,16 @@ def test_the_router_finds_the_replicas_of_every_other_file(tmp_path: Path) -> No
     assert [port["port"] for port in headless[0]["spec"]["ports"]] == [8500, 8000]
     claims = [c for path in others for c in of_kind(path, "PersistentVolumeClaim")]
     assert all(claim == claims[0] for claim in claims)
+
+
+def test_routers_try_as_often_as_it_takes_to_find_a_guilty_request(tmp_path: Path) -> None:
+    """The numbers are those of the documentation."""
+    [least] = re.findall(r"needs `route\.retries` of (\d+) or more", (ROOT / "docs/replicas.md").read_text())
+    in_pods = [(w.name, w.config) for file in FILES for w in workloads(file, tmp_path)]
+    beside = [(file.name, load_config(file, environ={})) for file in sorted((ROOT / "configs").glob("*.yaml"))]
+    resolved = {name: config.config.route.retries for name, config in (*in_pods, *beside)}
+    assert "jaxserve-router" in resolved
+    assert {name: retries for name, retries in resolved.items() if retries < int(least)} == {}
 
 
 def test_plans_come_from_the_pods_of_the_service_alone(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from jaxserve.errors import UnsupportedOption
 from jaxserve.models import load_trainable
 
 ENOUGH = 0.95
-MODEL = "demo_model"
+MODEL = "demo"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 SIZES = {
     "sched.max_rows": 16,

@@ -52,6 +52,7 @@ NAME = re.compile(r"jaxserve:[a-z0-9_]+")
 # These begin the metrics of handoffs, for which servers exchange pages, and of pictures: this server is alone, and its
 # model takes text.
 ABSENT = ("jaxserve:handoff_", "jaxserve:mm_")
+ROUTER = "jaxserve:router_"
 
 
 def _names(accept: str | None) -> tuple[str, set[str]]:
@@ -228,4 +229,75 @@ def _check_alerts(prometheus: Prometheus, stored: set[str]) -> None:
     for rule in rules():
         assert rule["health"] == "ok", rule
         assert rule["state"] != "firing", rule
-        assert set(NAME.findall(rule["query"])) <= stored, rule
+        # A router is another process; `test_alerts_of_routers_name_what_routers_export` has its names.
+        assert {name for name in NAME.findall(rule["query"]) if not name.startswith(ROUTER)} <= stored, rule
+        assert rule["annotations"].get("summary"), rule
+
+
+def test_alerts_of_routers_name_what_routers_export() -> None:
+    """By the table of the documentation, which a test of routers holds against a router."""
+    named = {name for name in NAME.findall(ALERTS.read_text()) if name.startswith(ROUTER)}
+    shown = re.findall(r"`(jaxserve:router_[a-z_]+)`", (DEPLOY.parent / "docs" / "observability.md").read_text())
+    assert len(named) >= 4 and named <= set(shown)
+
+
+@pytest.mark.slow
+def test_a_server_that_goes_raises_an_alert_and_is_shown(tmp_path: Path) -> None:
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("no Prometheus on this machine: apt-get install prometheus")
+    [dead] = [query for query in _queries() if query.startswith("count(up == 0")]
+
+    def raised() -> set[str]:
+        return {alert["labels"]["alertname"] for alert in found.get("alerts")["alerts"]}
+
+    with contextlib.ExitStack() as server:
+        parts = server.enter_context(watched())
+        target = parts.http_url.removeprefix("http://")
+        with _prometheus(tmp_path, target, program) as found:
+            until(lambda: found.ask("jaxserve:engine_accepting") == [1.0], "a first scrape")
+            until(lambda: "JaxserveAbsent" not in raised(), "an evaluation after it")
+            assert found.ask(dead) == [0.0] and "JaxserveDown" not in raised()
+            server.close()
+            until(lambda: "JaxserveDown" in raised(), "the alert")  # pending: it fires after a minute
+            assert found.ask(dead) == [1.0]
+
+
+_SERVER = 'instance="a:1", job="j"'
+_SERIES: dict[str, dict[str, str]] = {  # of each alert: samples of each minute that raise it in the tenth
+    "JaxserveDown": {f"up{{{_SERVER}}}": "1x4 0x10", f"jaxserve:engine_accepting{{{_SERVER}}}": "1x4 _x10"},
+    "JaxserveAbsent": {f"jaxserve:router_accepting{{{_SERVER}}}": "1x20"},
+    "JaxserveRestarts": {
+        f"process_start_time_seconds{{{_SERVER}}}": "1 1 2 2 3 3 4 4 4x10",
+        f"jaxserve:router_accepting{{{_SERVER}}}": "1x20",
+    },
+    "JaxserveIncomplete": {f"jaxserve:router_degraded{{{_SERVER}}}": "1x20"},
+    "JaxserveRouterMissesServer": {f'jaxserve:router_replica_well{{{_SERVER}, replica="b:2"}}': "1x4 0x10"},
+    "JaxserveQuarantine": {f"jaxserve:router_quarantined{{{_SERVER}}}": "1x20"},
+    "JaxserveReplicaDead": {f'jaxserve:engine_alive{{{_SERVER}, engine="1"}}': "0x20"},
+}
+
+
+@pytest.mark.parametrize("alert", _SERIES)
+def test_alerts_fire(alert: str, tmp_path: Path) -> None:
+    """Prometheus' own test of rules, with the series of a server or router that is in trouble, and without it."""
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("no promtool on this machine: apt-get install prometheus")
+    well = {f"up{{{_SERVER}}}": "1x20", f"jaxserve:engine_accepting{{{_SERVER}}}": "1x20"}
+    for series, fires in ((_SERIES[alert], True), (well, False)):
+        test = {
+            "interval": "1m",
+            "input_series": [{"series": name, "values": values} for name, values in series.items()],
+            "promql_expr_test": [
+                {
+                    "expr": f'count(ALERTS{{alertname="{alert}", alertstate="firing"}}) or vector(0)',
+                    "eval_time": "11m",
+                    "exp_samples": [{"labels": "{}", "value": int(fires)}],
+                }
+            ],
+        }
+        file = tmp_path / f"{fires}.yaml"
+        file.write_text(yaml.safe_dump({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": [test]}))
+        done = subprocess.run([program, "test", "rules", str(file)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr

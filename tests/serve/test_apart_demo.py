@@ -102,7 +102,7 @@ def test_kill_and_stop_of_either_side_in_every_state_that_can_be_forced(tmp_path
 
         # Nothing happens: pages are fetched.
         assert tokens_of(fresh, prompts[0], ticket_of(source, prompts[0])) == plain[0]
-        assert sample(http[2], 'handoff_tokens_total{model_name="demo_model",way="pulled"}') == 160 and not missed()
+        assert sample(http[2], 'handoff_tokens_total{model_name="demo",way="pulled"}') == 160 and not missed()
         # Stopped between the ticket and the transfer: its pages are waited for, and computed.
         ticket = ticket_of(source, prompts[1])
         computing.send_signal(signal.SIGSTOP)
@@ -144,7 +144,7 @@ def test_kill_and_stop_of_either_side_in_every_state_that_can_be_forced(tmp_path
         ticket, fresh_prompt = ticket_of(source, PROMPT[9:]), PROMPT[10:]
         computing.send_signal(signal.SIGTERM)
         wait_until(lambda: refuses_as_draining(source, fresh_prompt), "the signal has arrived")
-        num_pulled = sample(http[1], 'handoff_tokens_total{model_name="demo_model",way="pulled"}')
+        num_pulled = sample(http[1], 'handoff_tokens_total{model_name="demo",way="pulled"}')
         assert tokens_of(answering, PROMPT[9:], ticket)
-        assert sample(http[1], 'handoff_tokens_total{model_name="demo_model",way="pulled"}') == num_pulled + 160
+        assert sample(http[1], 'handoff_tokens_total{model_name="demo",way="pulled"}') == num_pulled + 160
         assert computing.wait(WAIT_S) == 0

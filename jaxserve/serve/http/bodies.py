@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope
 from jaxserve.engine.interpreter import collector_paused
 from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal, invalid_body
 from jaxserve.serve.http.marks import Mark, note
-from jaxserve.serve.http.requests import Body
+from jaxserve.serve.http.requests import Body, field_names
 from jaxserve.text.json_size import has_more_parts
 
 # For the OpenAPI document.
@@ -80,7 +80,7 @@ def _read(octets: bytes, kind: type[Body] | None, max_parts: int) -> tuple[Any, 
         return kind.model_validate(given, context=marks), marks
     except pydantic.ValidationError as error:
         problems = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-        raise _Unreadable(invalid_body(problems)) from error
+        raise _Unreadable(invalid_body(problems, field_names(kind))) from error
 
 
 class _Unreadable(Exception):

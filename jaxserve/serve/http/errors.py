@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import pydantic
@@ -21,6 +21,7 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError, PromptTooLong, QueueFull, Status, UnknownModel, UserError
+from jaxserve.other_names import Place, answer
 from jaxserve.serve.counts import HTTP_REASONS, reason_of
 from jaxserve.serve.status import HTTP_CODES, public_message, status_of
 
@@ -181,15 +182,20 @@ def add_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
     app.add_exception_handler(Exception, on_any)
 
 
-def invalid_body(problems: Sequence[Any]) -> HttpRefusal:
-    """One sentence on pydantic's list of problems. Values are not repeated: they are the client's, and may be long."""
+def invalid_body(problems: Sequence[Any], known: Collection[str] | None = None) -> HttpRefusal:
+    """One sentence on pydantic's list of problems. Values are not repeated: they are the client's, and may be long.
+
+    `known`: the fields that the body may have.
+    """
     texts: dict[str, str] = {}
     for problem in problems:
         location = problem["loc"]
         name = _place(location) or "body"
         if problem["type"] == "extra_forbidden":
             name = ".".join(part for part in (_place(location[:-1]), str(location[-1])) if part)
-            texts.setdefault(name, f"{name} is not a field that this server knows; leave it out")
+            texts.setdefault(name, f"{name} is not a field that this server knows{_here(location, known)}")
+        elif problem["type"] == "only":
+            texts.setdefault(name, f"{name}: {problem['msg']}{_here(location, known)}")
         elif problem["type"] == "too_long":
             texts[name] = f"{name}: {problem['msg']}"
         else:
@@ -197,6 +203,12 @@ def invalid_body(problems: Sequence[Any]) -> HttpRefusal:
     shown = list(texts.items())[:_MAX_PROBLEMS]
     more = "" if len(shown) == len(texts) else f"; and {len(texts) - len(shown)} more"
     return HttpRefusal(400, "; ".join(text for _, text in shown) + more, param=shown[0][0][:_MAX_PARAM])
+
+
+def _here(location: Sequence[str | int], known: Collection[str] | None) -> str:
+    """What a field at the top of a body is here, where others have it."""
+    here = answer(str(location[-1]), Place.REQUEST, known) if len(location) == 2 else None
+    return "" if here is None else f"; {here}"
 
 
 def _place(location: Sequence[str | int]) -> str:

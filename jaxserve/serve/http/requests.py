@@ -113,7 +113,7 @@ class Only:
         if given is None or any(given == v and isinstance(given, bool) is isinstance(v, bool) for v in self.values):
             return given
         words = " or ".join(json.dumps(value) for value in (None, *self.values))
-        raise pydantic_core.PydanticCustomError("only", "only {words} works here; leave it out", {"words": words})
+        raise pydantic_core.PydanticCustomError("only", "only {words} works here", {"words": words})
 
 
 Null = Annotated[Any, Only()]
@@ -138,7 +138,7 @@ class Body(WholeNumbers):
             return given
         if len(given) > _MOST_FIELDS:  # asked here, as each of thousands of messages comes by
             return _bounded(given, _MOST_FIELDS)
-        unknown = given.keys() - _names(cls)
+        unknown = given.keys() - field_names(cls)
         if not unknown:
             return given
         marks = unknown if cls.place.takes_any else unknown & cls.marks
@@ -159,7 +159,7 @@ class Body(WholeNumbers):
             document.pop("additionalProperties", None)
         elif cls.marks:
             ignored = {"description": "Ignored."}
-            document["properties"].update(dict.fromkeys(sorted(cls.marks - _names(cls)), ignored))
+            document["properties"].update(dict.fromkeys(sorted(cls.marks - field_names(cls)), ignored))
         return document
 
 
@@ -222,7 +222,8 @@ def kind_of(known: Sequence[str], foreign: Callable[[str, dict[str, Any]], bool]
 
 
 @functools.cache
-def _names(body: type[Body]) -> frozenset[str]:
+def field_names(body: type[Body]) -> frozenset[str]:
+    """The fields of a body as clients write them."""
     return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 

@@ -152,7 +152,7 @@ def test_what_would_change_the_answer_is_refused_by_name(client: httpx.Client) -
             assert response.status_code == 400, name
             assert response.json()["error"]["message"].startswith(name), response.text
     text = post(client, requests.ChatRequest, function_call="x").json()["error"]["message"]
-    assert text == 'function_call: only null or "none" or "auto" works here; leave it out'
+    assert text == 'function_call: only null or "none" or "auto" works here; here it is \'tool_choice\''
 
 
 def test_null_is_absent_under_unknown_names_too(client: httpx.Client) -> None:

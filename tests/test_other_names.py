@@ -1,0 +1,224 @@
+"""Names of other engines: each door says what they are here, and nothing that it says is missing here."""
+
+import dataclasses
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxserve import AsyncLLM, SamplingParams
+from jaxserve.cli import COMMANDS as OURS
+from jaxserve.cli import main
+from jaxserve.config import field_docs, load_config
+from jaxserve.errors import ConfigError, JaxserveError, UnsupportedOption
+from jaxserve.llm import LLM
+from jaxserve.other_names import COMMANDS, ROWS, SAME, Place, Row, answer
+from jaxserve.serve.http.errors import invalid_body
+from jaxserve.serve.http.requests import ChatRequest, CompletionRequest, EmbeddingRequest, field_names
+
+SETTINGS = {doc.name for doc in field_docs()}
+SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
+ARGUMENTS = set(inspect.signature(LLM.__init__).parameters)
+METHODS = (LLM.generate, LLM.chat, LLM.embed, LLM.sleep, AsyncLLM.generate, AsyncLLM.chat)
+CALLS = {name for method in METHODS for name in inspect.signature(method).parameters}
+FIELDS = field_names(CompletionRequest) | field_names(ChatRequest)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names.split()[0])
+def test_what_a_row_points_to_exists(row: Row) -> None:
+    assert not row.setting or row.setting in SETTINGS
+    assert not row.model or row.model in ARGUMENTS
+    assert not row.call or row.call in CALLS
+    assert not row.sampling or row.sampling in SAMPLING
+    request = row.request or row.sampling
+    assert not request or request in FIELDS
+    assert row.note or row.setting or row.call or request, "it says nothing"
+    words = f" {row.note} ".replace(";", " ").replace(",", " ").replace("`", " ").split()
+    for word in words:
+        section, dot, _ = word.rstrip(".").partition(".")
+        if dot and section in {name.partition(".")[0] for name in SETTINGS}:
+            assert word.rstrip(".") in SETTINGS, word
+
+
+def test_names_that_work_are_arguments_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, setting in SAME.items():
+        assert setting in SETTINGS and name in ARGUMENTS
+        if name not in ("skip_tokenizer_init", "num_gpu_blocks_override") and not name.startswith("enable_"):
+            assert f"--{name.replace('_', '-')} " in shown, name
+
+
+def test_every_name_is_there_once_and_answered_everywhere() -> None:
+    names = [name for row in ROWS for name in row.names.split()]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(SAME)
+    assert len(names) + len(SAME) >= 190
+    for name in (*names, *SAME):
+        for place in Place:
+            said = answer(name, place)
+            assert said and "leave it out" not in said, (name, place)
+    assert answer("nonsense", Place.CALL) is None
+
+
+def test_commands_of_others_are_none_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not set(COMMANDS) & set(OURS)
+    for name, here in COMMANDS.items():
+        assert main([name, "x"]) == 2
+        assert capsys.readouterr().err == f"error: No such command {name!r}; here it is {here}\n"
+
+
+def _flag(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["run", flag, "x"]) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        (
+            "--max-model-len",
+            "No such option: --max-model-len; here it is --set model.max_len=VALUE (see jaxserve run --h",
+        ),
+        ("--kv-cache-dtype", "--set cache.dtype=VALUE (keys and values alike)"),
+        ("--port", "--set serve.http.port=VALUE (`jaxserve serve MODEL --port N`; of gRPC: serve.grpc.port)"),
+        ("--api-key", "--set serve.http.api_keys_file=VALUE (a file, one key a line"),
+        ("--trust-remote-code", "not needed here: no code of a checkpoint is ever run"),
+        ("--no-enable-prefix-caching", "--set cache.prefix_caching=VALUE"),
+        ("--n-gpu-layers", "not needed here: all layers are on JAX's devices"),
+        ("--num-beams", "not implemented here: there is no beam search"),
+        ("--min-p", "No such option: --min-p"),
+        ("--max-new-tokens", "each request says it, as 'max_tokens'"),
+        ("--modle", "(Possible options: --model)"),
+    ],
+)
+def test_flags(flag: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in _flag(flag, capsys)
+
+
+def test_a_command_without_settings_has_nothing_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", "--max-model-len", "3"]) == 2
+    assert "--set" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("sched.max_num_seqs", "unknown key 'sched.max_num_seqs'; here it is 'sched.max_rows'"),
+        ("http.port", "here it is 'serve.http.port'"),
+        ("model.enable_lora", "here it is 'adapters.slots'"),
+        ("model.trust_remote_code", "not needed here"),
+        ("max_new_tokens", "each request says it, as 'max_tokens'"),
+        ("sched.max_row", "did you mean 'sched.max_rows'"),
+    ],
+)
+def test_keys(key: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [f"{key}=1"])
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"enable_lora": True},
+            "here it is the setting 'adapters.slots': from_config(None, overrides={'adapters.slots'",
+        ),
+        ({"speculative_config": {}}, "'speculation.method'"),
+        ({"kv_cache_dtype": "fp8"}, "'cache.dtype'"),
+        ({"enforce_eager": True}, "not needed here: every step is a compiled program"),
+        ({"max_seq_len": 4}, "here it is 'max_model_len'"),
+        ({"mem_fraction_static": 0.5}, "here it is 'gpu_memory_utilization'"),
+        ({"schedule_policy": "lpm"}, "here it is 'scheduler'"),
+        ({"max_num_seq": 4}, "did you mean 'max_num_seqs'"),
+        ({"temp": 1}, "here it is SamplingParams(temperature=...)"),
+        ({"lora_request": 1}, "here it is 'adapter', an argument of the call that asks"),
+    ],
+)
+@pytest.mark.parametrize("door", [LLM, AsyncLLM])
+def test_arguments(door: Callable[..., Any], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        door(model="demo", **options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("max_new_tokens", "sampling option 'max_new_tokens' is not supported; here it is 'max_tokens'"),
+        ("structured_outputs", "here it is 'structured'"),
+        ("guided_decoding", "here it is 'structured'"),
+        ("logits_processors", "not implemented here: logit_bias"),
+        ("best_of", "here it is 'n' (ask for n answers with logprobs"),
+        ("lora_request", "here it is 'adapter', an argument of the call"),
+        ("kv_cache_dtype", "the engine has it, not a request: the setting 'cache.dtype'"),
+        ("stream", "over HTTP it is 'stream' (in Python: LLM.stream, or AsyncLLM)"),
+        ("temprature", "Did you mean 'temperature'?"),
+        ("qqq", "known: n, temperature,"),
+    ],
+)
+def test_sampling(name: str, words: str) -> None:
+    for make in (lambda: SamplingParams(**{name: 1}), lambda: SamplingParams.from_dict({"n": 2, name: 1})):
+        with pytest.raises(UnsupportedOption) as caught:
+            make()
+        assert words in str(caught.value)
+    params = SamplingParams(n=2, stop="a")
+    assert pickle.loads(pickle.dumps(params)) == params == dataclasses.replace(params)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "words"),
+    [
+        (LLM.generate, "lora_request", "generate has no argument 'lora_request'; here it is 'adapter'"),
+        (LLM.generate, "max_new_tokens", "here it is SamplingParams(max_tokens=...)"),
+        (LLM.generate, "temperature", "here it is SamplingParams(temperature=...)"),
+        (LLM.generate, "prompt_token_ids", "here it is 'prompts' (a list of ids is a prompt)"),
+        (
+            LLM.generate,
+            "gpu_memory_utilization",
+            "the engine has it, not a request: the setting 'cache.memory_fraction'",
+        ),
+        (LLM.generate, "num_beams", "not implemented here: there is no beam search"),
+        (LLM.chat, "enable_thinking", "here it is 'chat_template_kwargs'"),
+        (LLM.chat, "mesages", "did you mean 'messages'?"),
+        (LLM.embed, "pooling_params", "here it is 'dimensions' (and normalize and truncate_prompt_tokens"),
+        (LLM.sleep, "level", "here it is 'keep_weights' (of sleep: true is level 1, false is level 2)"),
+        (LLM.score, "qqq", "it has queries, documents"),
+        (AsyncLLM.generate, "lora_request", "here it is 'adapter'"),
+        (AsyncLLM.embed, "pooling_params", "here it is 'dimensions'"),
+    ],
+)
+def test_calls(method: Callable[..., Any], name: str, words: str) -> None:
+    door = (LLM if method.__qualname__.startswith("LLM") else AsyncLLM).__new__
+    with pytest.raises(JaxserveError) as caught:
+        method(door(LLM), "a", **{name: 1})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ours", "name", "words"),
+    [
+        (
+            CompletionRequest,
+            "guided_json",
+            "guided_json is not a field that this server knows; here it is 'structured_o",
+        ),
+        (ChatRequest, "max_new_tokens", "; here it is 'max_tokens'"),
+        (ChatRequest, "lora_path", "; here it is 'model'"),
+        (ChatRequest, "enable_thinking", "; here it is 'chat_template_kwargs'"),
+        (ChatRequest, "mirostat", "; not implemented here: temperature, top_k, top_p and min_p choose"),
+        (ChatRequest, "max_model_len", "; the engine has it, not a request: the setting 'model.max_len'"),
+        (EmbeddingRequest, "guided_json", "; this route has nothing like it"),
+        (CompletionRequest, "functions", "; this route has nothing like it"),
+        (ChatRequest, "newest", "newest is not a field that this server knows"),
+    ],
+)
+def test_fields(ours: Any, name: str, words: str) -> None:
+    problem = {"type": "extra_forbidden", "loc": ("body", name), "msg": ""}
+    error = invalid_body([problem], field_names(ours))
+    assert words in str(error) and (name != "newest" or str(error) == words)
+    nested = invalid_body([{**problem, "loc": ("body", "stream_options", name)}], field_names(ours))
+    assert str(nested) == f"stream_options.{name} is not a field that this server knows"
