@@ -5,7 +5,7 @@ The routes of an HTTP door that answer nobody's prompts are of no concern here, 
 
 import logging
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jaxserve.config.addresses import is_loopback
 from jaxserve.config.schema import ServeConfig
@@ -13,15 +13,14 @@ from jaxserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_Name = Literal["grpc", "http"]
-_KEYS: Mapping[_Name, str] = {"grpc": "serve.grpc.tokens_file", "http": "serve.http.api_keys_file"}
+_KEYS: Mapping[str, str] = {"grpc": "serve.grpc.tokens_file", "http": "serve.http.api_keys_file"}
 
 
 class _Doors(NamedTuple):
     """Doors with a port, by whether a caller needs a key or a certificate."""
 
-    closed: list[_Name]
-    open: list[_Name]
+    closed: list[str]
+    open: list[str]
 
 
 def refuse_half_closed(config: ServeConfig) -> None:
