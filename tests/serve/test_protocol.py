@@ -96,8 +96,8 @@ def test_a_server_that_vanishes_does_not_keep_a_client_for_ever(monkeypatch: pyt
 # ---- Abort -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_token_may_abort_the_requests_of_another(tmp_path: Path) -> None:
-    """As docs/grpc.md says: tokens open the door, they own nothing."""
+def test_a_token_aborts_its_own_requests_alone(tmp_path: Path) -> None:
+    """As docs/grpc.md says."""
     (tmp_path / "tokens").write_text("alpha\nbeta\n")
     config = GrpcConfig(port=0, tokens_file=str(tmp_path / "tokens"))
     with (
@@ -113,6 +113,9 @@ def test_a_token_may_abort_the_requests_of_another(tmp_path: Path) -> None:
         assert caught.value.status is Status.UNAUTHENTICATED
         next(running)
         beta.abort("hers")
+        for _ in range(5):
+            assert not next(running).finish_reason
+        alpha.abort("hers")
         assert list(running)[-1].finish_reason == pb.FINISH_REASON_ABORT
 
 
