@@ -46,8 +46,8 @@ STATIONS = (
     chat._Answer.events,
     Gatherer.take,
 )
-# Middleware, the same for every call of every route.
-AROUND = ("serve/http/counted.py", "serve/http/guard.py", "serve/http/bodies.py")
+# Middleware, and threads, the same for every call of every route.
+AROUND = ("serve/http/counted.py", "serve/http/guard.py", "serve/http/bodies.py", "engine/daemon_threads.py")
 
 
 class Follower:

@@ -16,14 +16,14 @@ from jaxserve.sched import create_scheduler
 from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits
 
 
-def make_engine(**options: int) -> Engine:
+def make_engine(max_waiting: int) -> Engine:
     limits = make_limits()
     return Engine(
         runner=FakeRunner(limits),
         scheduler=create_scheduler("fcfs", limits),
         tokenizer=ByteTokenizer(),
         model=ModelInfo(name="fake", vocab_size=256, max_model_len=64, eos_token_ids=(255,)),
-        **options,
+        max_waiting=max_waiting,
     )
 
 
