@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.errors import DeadlineExceeded
 from jaxserve.serve.http.errors import HttpRefusal, error_response
+from jaxserve.serve.http.pieces import ANSWERS, AnswersRoom
 from jaxserve.serve.shared_room import SharedRoom
 
 FILES = "/v1/files"  # files of batches are uploaded there, whose bodies are larger than others
@@ -23,8 +24,9 @@ _GRACE_S = 10.0  # beyond the limit of an answer, for a client that does not rea
 
 
 class Guard:
-    """Middleware. `max_body_bytes`, `max_bodies_bytes`, `body_timeout_s` and `request_timeout_s` as in the config;
-    `larger`: of some paths the most bytes of a body, and the setting that says so; `owner_of`: whose call it is."""
+    """Middleware. `max_body_bytes`, `max_bodies_bytes`, `max_answers_bytes`, `body_timeout_s` and `request_timeout_s`
+    as in the config; `larger`: of some paths the most bytes of a body, and the setting that says so; `owner_of`: whose
+    call it is."""
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class Guard:
         *,
         max_body_bytes: int,
         max_bodies_bytes: int,
+        max_answers_bytes: int,
         body_timeout_s: float,
         request_timeout_s: float,
         larger: Mapping[str, tuple[int, str]],
@@ -41,6 +44,8 @@ class Guard:
         self._max_body_bytes = max_body_bytes
         self._max_bodies_bytes = max_bodies_bytes
         self._room = SharedRoom(max_bodies_bytes)  # for the bodies of all requests that have not ended
+        self._max_answers_bytes = max_answers_bytes
+        self._answers = SharedRoom(max_answers_bytes)  # for those that clients have not taken
         self._owner_of = owner_of
         self._larger = larger
         self._body_timeout_s = body_timeout_s
@@ -65,6 +70,7 @@ class Guard:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         owner = self._owner_of(scope)
+        scope[ANSWERS] = AnswersRoom(self._answers, self._max_answers_bytes, owner)
         try:
             body = await self._read_body(scope, receive, owner)
         except HttpRefusal as refusal:
