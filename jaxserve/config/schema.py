@@ -597,6 +597,12 @@ class HttpConfig(Section):
         description="Most bytes of the bodies of all requests that are being read or answered, shared as "
         "sched.max_waiting; one more is told to try again later.",
     )
+    max_answers_bytes: int = pydantic.Field(
+        default=2**29,
+        ge=1,
+        description="Most bytes of large answers that have been made and that their clients have not read; for one "
+        "more, the client is told to try again later.",
+    )
     max_connections: int | None = pydantic.Field(
         default=None,
         ge=1,

@@ -4,7 +4,6 @@ Health needs no token, since balancers have none; with TLS it
 needs TLS as everything else.
 """
 
-import hashlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,20 +12,11 @@ import grpc
 from jaxserve.errors import Unauthenticated
 from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, reason_of
 from jaxserve.serve.grpc_admin import ADMIN_NAMES
-from jaxserve.serve.keys import KnownKeys, key_of
+from jaxserve.serve.keys import KnownKeys
 from jaxserve.serve.status import GRPC_CODES
 
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
 _ADMIN_PREFIXES = tuple(f"/{name}/" for name in ADMIN_NAMES)
-
-
-def owner_of(method: str, context: grpc.aio.ServicerContext, *, has_tokens: bool) -> bytes:
-    """Whose call this is: a digest of its token, or where none is asked for, its address."""
-    if has_tokens and not method.startswith(_OPEN_PREFIX):
-        metadata = context.invocation_metadata() or ()
-        given = next((str(value) for key, value in metadata if key == "authorization"), "")
-        return hashlib.sha256(key_of(given).encode()).digest()
-    return context.peer().rpartition(":")[0].encode()  # without its port
 
 
 class BearerTokens(grpc.aio.ServerInterceptor):

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.errors import InvalidRequest, MessagesFull, Status
 from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, reason_of
+from jaxserve.serve.owners import Owners
 from jaxserve.serve.status import GRPC_CODES, public_message, status_of
 from jaxserve.serve.status_details import details_of
 
@@ -28,15 +29,11 @@ _RETRY_S = 1.0
 class TypedErrors(grpc.aio.ServerInterceptor):
     """Wraps all methods, and counts those of `jaxserve.*` services."""
 
-    def __init__(
-        self, counts: DoorCounts, max_messages_bytes: int, owner_of: Callable[[str, grpc.aio.ServicerContext], bytes]
-    ) -> None:
-        """`max_messages_bytes`: of the messages of all calls that have not ended. `owner_of`: whose call it is, of a
-        method and a context."""
+    def __init__(self, counts: DoorCounts, max_messages_bytes: int, owners: Owners) -> None:
+        """`max_messages_bytes`: of the messages of all calls that have not ended. `owners`: tells whose."""
         self._counts = counts
-        self._room = SharedRoom(max_messages_bytes)
-        self._most = max_messages_bytes
-        self._owner_of = owner_of
+        self._room: SharedRoom[str] = SharedRoom(max_messages_bytes)
+        self._owners = owners
 
     async def intercept_service(
         self,
@@ -57,9 +54,9 @@ class TypedErrors(grpc.aio.ServerInterceptor):
 
         async def call(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
             code = grpc.StatusCode.CANCELLED  # the call ended without an answer or an error: its client has left
-            owner, size = self._owner_of(method, context), len(raw)
-            is_in = False
+            owner, size, is_in = "", len(raw), False
             try:
+                owner = self._owners.of_call(context).id
                 self._enter(owner, size, at_any_rate=counts is None and size <= _SMALL_BYTES)
                 is_in = True
                 answer = await behaviour(_parse(parse, raw), context)
@@ -84,13 +81,13 @@ class TypedErrors(grpc.aio.ServerInterceptor):
         )
         return wrap(call, request_deserializer=None, response_serializer=handler.response_serializer)
 
-    def _enter(self, owner: bytes, size: int, *, at_any_rate: bool) -> None:
+    def _enter(self, owner: str, size: int, *, at_any_rate: bool) -> None:
         # One message alone is read, whatever it has: its own limit is another setting.
         if not self._room.enter(owner, size, at_any_rate=at_any_rate or not self._room.total):
             raise MessagesFull(
-                f"there is no room for this message of {size} bytes: those of all calls together may have {self._most} "
-                "(serve.grpc.max_messages_bytes), a quarter of it for callers that have few, and yours have "
-                f"{self._room.held(owner)}; try again later",
+                f"there is no room for this message of {size} bytes: those of all calls have {self._room.total} and yours "
+                f"{self._room.held(owner)}; together they may have {self._room.most} (serve.grpc.max_messages_bytes), "
+                f"and while these are taken a caller may have {self._room.part(owner)}; try again later",
                 retry_after_s=_RETRY_S,
             )
 

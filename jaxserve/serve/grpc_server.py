@@ -4,7 +4,6 @@ The methods are in `grpc_service`; `service` decides when the server stops.
 """
 
 import asyncio
-import functools
 from typing import Protocol
 
 import grpc
@@ -21,11 +20,12 @@ from jaxserve.serve.gen import handoff_pb2 as handoff_pb
 from jaxserve.serve.gen import handoff_pb2_grpc as handoff_grpc
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
-from jaxserve.serve.grpc_access import BearerTokens, owner_of
+from jaxserve.serve.grpc_access import BearerTokens
 from jaxserve.serve.grpc_admin import AdminService, RouterAdminService
 from jaxserve.serve.grpc_errors import TypedErrors
 from jaxserve.serve.handoff_service import HANDOFF_NAME, HandoffService
 from jaxserve.serve.keys import KnownKeys, read_listed_keys
+from jaxserve.serve.owners import Owners
 from jaxserve.serve.ports import GRPC, HeldPort
 from jaxserve.serve.tls import Certificates
 
@@ -74,13 +74,14 @@ class GrpcServer:
         *,
         host: str,
         config: GrpcConfig,
+        owners: Owners,
         max_connections: int,
         port: HeldPort | None = None,
         admin: AdminService | RouterAdminService | None = None,
         admins: KnownKeys | None = None,
         handoff: HandoffService | None = None,
     ) -> None:
-        """Reads certificates and tokens. `port` None: it is taken at the start. `admin` is for those with a token of
+        """Reads certificates and tokens. `owners`: tells whose a call is. `port` None: it is taken at the start. `admin` is for those with a token of
         `admins`, `handoff` for routers. Raises ConfigError.
 
         Beyond `max_connections` new ones are closed, until others end.
@@ -99,9 +100,7 @@ class GrpcServer:
             known = KnownKeys(key.secret for key in read_listed_keys(config.tokens_file, "serve.grpc.tokens_file"))
         if known is not None or admins is not None:
             interceptors.append(BearerTokens(known, admins, counts))
-        interceptors.append(
-            TypedErrors(counts, config.max_messages_bytes, functools.partial(owner_of, has_tokens=known is not None))
-        )
+        interceptors.append(TypedErrors(counts, config.max_messages_bytes, owners))
         methods = [*pb.DESCRIPTOR.services_by_name["Inference"].methods_by_name]
         names = [SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME]
         if admin is not None:

@@ -70,7 +70,8 @@ async def route(
     pool = Pool(config.route, create_router(config.route.policy, options), resolve=resolve)
     quarantine = Quarantine(config.route.quarantine_s)
     limits = MoveLimits(config.route.retries, config.route.wait_s)
-    service = RouteService(pool, limits, Apart.of(config.route), quarantine, Owners.of_grpc(config.serve))
+    owners = Owners.of_grpc(config.serve)
+    service = RouteService(pool, limits, Apart.of(config.route), quarantine, owners)
     port = HeldPort(config.serve.host, config.serve.grpc.port, "--port")
     serving, counts = config.serve, DoorCounts()
     path = serving.admin_tokens_file
@@ -84,6 +85,7 @@ async def route(
         counts,
         host=serving.host,
         config=serving.grpc,
+        owners=owners,
         max_connections=room,
         port=port,
         admin=None if admins is None else RouterAdminService(quarantine),

@@ -262,11 +262,12 @@ def _make_doors(
     grpc, http, limit = serve_config.grpc, serve_config.http, current_limit()
     num_http = 0 if http.port is None else room_for_connections(http.max_connections, limit)
     if grpc.port is not None:
+        owners = Owners.of_grpc(serve_config)
         service = InferenceService(
             async_engine,
             refuse_special_text=grpc.refuse_special_text,
             receive=None if handoff is None else handoff.receive,
-            owners=Owners.of_grpc(serve_config),
+            owners=owners,
         )
         room = room_for_grpc(num_http, limit)
         doors.append(
@@ -275,6 +276,7 @@ def _make_doors(
                 counts,
                 host=serve_config.host,
                 config=grpc,
+                owners=owners,
                 max_connections=room,
                 port=ports.grpc,
                 admin=None if orders is None else AdminService(orders),

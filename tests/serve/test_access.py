@@ -21,6 +21,7 @@ from jaxserve.errors import ConfigError, Status
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.keys import KnownKeys, read_keys
+from jaxserve.serve.owners import Owners
 from jaxserve.serve.route_access import BackendAccess
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=3)
@@ -226,7 +227,8 @@ def test_wrong_files_stop_the_start(folder: Path, pair: Pair, authority: Authori
     ]
     for options, text in cases:
         with pytest.raises(ConfigError, match=text):
-            GrpcServer(None, DoorCounts(), host="127.0.0.1", config=GrpcConfig(port=0, **options), max_connections=1)
+            config, owners = GrpcConfig(port=0, **options), Owners(None, salt_by_key=False)
+            GrpcServer(None, DoorCounts(), host="127.0.0.1", config=config, owners=owners, max_connections=1)
     assert read_keys(str(folder / "tokens"), "x") == ("alpha-1", "beta-2")
 
 

@@ -119,6 +119,7 @@ def join_routers(
         api,
         max_body_bytes=http.max_body_bytes,
         max_bodies_bytes=http.max_bodies_bytes,
+        max_answers_bytes=http.max_answers_bytes,
         body_timeout_s=http.body_timeout_s,
         request_timeout_s=http.request_timeout_s,
         larger={FILES: (http.batch_file_bytes, "serve.http.batch_file_bytes")},

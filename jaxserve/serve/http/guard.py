@@ -16,6 +16,7 @@ from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.errors import DeadlineExceeded
 from jaxserve.serve.http.errors import HttpRefusal, error_response
 from jaxserve.serve.http.keys import OWNER
+from jaxserve.serve.http.pieces import ANSWERS, AnswersRoom
 from jaxserve.serve.owners import Owner
 
 FILES = "/v1/files"  # files of batches are uploaded there, whose bodies are larger than others
@@ -25,9 +26,9 @@ _GRACE_S = 10.0  # beyond the limit of an answer, for a client that does not rea
 
 
 class Guard:
-    """Middleware. `max_body_bytes`, `max_bodies_bytes`, `body_timeout_s` and `request_timeout_s` as in the config;
-    `larger`: of some paths the most bytes of a body, and the setting that says so; `find_owner`: whose call it is,
-    which is noted in its scope."""
+    """Middleware. `max_body_bytes`, `max_bodies_bytes`, `max_answers_bytes`, `body_timeout_s` and `request_timeout_s`
+    as in the config; `larger`: of some paths the most bytes of a body, and the setting that says so; `find_owner`:
+    whose call it is, which is noted in its scope."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Guard:
         *,
         max_body_bytes: int,
         max_bodies_bytes: int,
+        max_answers_bytes: int,
         body_timeout_s: float,
         request_timeout_s: float,
         larger: Mapping[str, tuple[int, str]],
@@ -43,6 +45,7 @@ class Guard:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._room: SharedRoom[str] = SharedRoom(max_bodies_bytes)  # for bodies of requests that have not ended
+        self._answers: SharedRoom[str] = SharedRoom(max_answers_bytes)  # for answers that clients have not taken
         self._find_owner = find_owner
         self._larger = larger
         self._body_timeout_s = body_timeout_s
@@ -68,6 +71,7 @@ class Guard:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[OWNER] = found = self._find_owner(scope)
         owner = found.id
+        scope[ANSWERS] = AnswersRoom(self._answers, owner)
         try:
             body = await self._read_body(scope, receive, owner)
         except HttpRefusal as refusal:

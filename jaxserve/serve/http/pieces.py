@@ -13,10 +13,13 @@ from typing import Any
 
 import pydantic
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from jaxserve.engine.shared_room import SharedRoom
+from jaxserve.serve.http.errors import HttpRefusal
 from jaxserve.serve.http.turns import Turns
 
+ANSWERS = "jaxserve.answers"  # in the scope of a call: its `AnswersRoom`
 PART_BYTES = 2**16  # a fraction of a millisecond of writing, and as much as a connection holds for its client
 _ITEMS = 4096  # of a list of numbers or short texts, written at a time
 _ANY: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(Any)
@@ -111,18 +114,71 @@ async def json_answer(turns: Turns, body: Any, headers: Mapping[str, str] | None
     return PartsResponse(parts, {"content-type": "application/json", **(headers or {})})
 
 
+class AnswersRoom:
+    """The room that one caller has for answers that were made and that clients have not taken yet."""
+
+    def __init__(self, room: SharedRoom[str], owner: str) -> None:
+        self._room = room
+        self._owner = owner
+
+    def enter(self, size: int) -> None:
+        """Takes room for an answer or an event. One alone always has it. Raises HttpRefusal."""
+        if not self._room.enter(self._owner, size, at_any_rate=self._room.total == 0):
+            raise HttpRefusal(
+                503,
+                f"there is no room for this answer of {size} bytes: answers that clients have not read may have "
+                f"{self._room.most} bytes together (serve.http.max_answers_bytes) and yours have "
+                f"{self._room.held(self._owner)}, of which there is always room for {self._room.part(self._owner)}; read "
+                "those, and try again",
+            )
+
+    def leave(self, size: int) -> None:
+        """Gives room back."""
+        self._room.leave(self._owner, size)
+
+
+async def send_parts(scope: Scope, parts: Sequence[bytes], send: Send, *, more: bool) -> None:
+    """Sends the parts of an answer as its client takes them, and lets each go. `more`: others follow.
+
+    The first part is sent at once; the others have their room until they are sent (`AnswersRoom`), if this call has
+    come through the guard. Raises HttpRefusal before anything is sent.
+    """
+    left = collections.deque(parts)
+    room: AnswersRoom | None = scope.get(ANSWERS) if len(parts) > 1 else None
+    size = sum(map(len, parts))
+    if room is not None:
+        room.enter(size)
+    try:
+        while left:
+            part = left.popleft()
+            await send({"type": "http.response.body", "body": part, "more_body": more or bool(left)})
+            if room is not None:
+                room.leave(len(part))
+                size -= len(part)
+            if left:
+                await asyncio.sleep(0)
+    finally:
+        if room is not None:
+            room.leave(size)
+
+
 class PartsResponse(Response):
     """An answer whose parts are sent one by one, and are let go when they have been sent."""
 
-    def __init__(self, parts: Sequence[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(self, parts: list[bytes], headers: Mapping[str, str]) -> None:
         super().__init__(headers=headers)
         self.headers["content-length"] = str(sum(map(len, parts)))
-        self._parts = collections.deque(parts)
+        self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        while self._parts:
-            part = self._parts.popleft()
-            await send({"type": "http.response.body", "body": part, "more_body": bool(self._parts)})
-            if self._parts:
-                await asyncio.sleep(0)
+        start: Message | None = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+
+        async def started_send(message: Message) -> None:
+            nonlocal start
+            if start is not None:
+                first, start = start, None
+                await send(first)
+            await send(message)
+
+        parts, self._parts = self._parts, []
+        await send_parts(scope, parts, started_send, more=False)

@@ -1,6 +1,5 @@
 """Server-sent events, and `Usage`, the counting of tokens that every answer ends with."""
 
-import asyncio
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from jaxserve.api import Request
 from jaxserve.engine import Update
 from jaxserve.serve.http.door import Door, check_answered, follow
 from jaxserve.serve.http.errors import REASON, http_reason
-from jaxserve.serve.http.pieces import json_pieces, write_parts
+from jaxserve.serve.http.pieces import json_pieces, send_parts, write_parts
 from jaxserve.serve.http.requests import StreamOptions
 from jaxserve.serve.http.responses import CachedTokens, CompletionTokensDetails, Usage
 from jaxserve.serve.http.turns import Turns
@@ -102,7 +101,7 @@ class EventStream(Response):
                     if not begun:
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await _send(send, await self._events(update))
+                    await _send(scope, send, await self._events(update))
             rest = self._answer.last_events(None)
         except Exception as error:
             if not begun:
@@ -121,19 +120,15 @@ class EventStream(Response):
         return [*events[:-1], f"id: {choice}:{self._counts[choice]}\n", *events[-1:]] if events else []
 
 
-async def _send(send: Send, events: Sequence[Event]) -> None:
+async def _send(scope: Scope, send: Send, events: Sequence[Event]) -> None:
     """In one message what is small; what is large in parts, each when there is room for it."""
     held: list[str] = []
     for one in events:
         if isinstance(one, str):
             held.append(one)
             continue
-        for number, part in enumerate(one):
-            body = "".join(held).encode() + part if held else part
-            held.clear()
-            if number:
-                await asyncio.sleep(0)
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send_parts(scope, ["".join(held).encode() + one[0], *one[1:]], send, more=True)
+        held.clear()
     if held:
         await send({"type": "http.response.body", "body": "".join(held).encode(), "more_body": True})
 
