@@ -85,8 +85,8 @@ class TypedErrors(grpc.aio.ServerInterceptor):
         # One message alone is read, whatever it has: its own limit is another setting.
         if not self._room.enter(owner, size, at_any_rate=at_any_rate or not self._room.total):
             raise MessagesFull(
-                f"there is no room for this message of {size} bytes: those of all calls have {self._room.total} and yours "
-                f"{self._room.held(owner)}; together they may have {self._room.most} (serve.grpc.max_messages_bytes), "
+                f"there is no room for this message of {size} bytes: those of all calls have {self._room.total} and "
+                f"yours {self._room.held(owner)}; together they may have {self._room.most} (serve.grpc.max_messages_bytes), "
                 f"and while these are taken a caller may have {self._room.part(owner)}; try again later",
                 retry_after_s=_RETRY_S,
             )

@@ -226,8 +226,8 @@ def test_wrong_files_stop_the_start(folder: Path, pair: Pair, authority: Authori
         ({"tokens_file": str(folder / "empty")}, "holds nothing"),
     ]
     for options, text in cases:
+        config, owners = GrpcConfig(port=0, **options), Owners(None, salt_by_key=False)
         with pytest.raises(ConfigError, match=text):
-            config, owners = GrpcConfig(port=0, **options), Owners(None, salt_by_key=False)
             GrpcServer(None, DoorCounts(), host="127.0.0.1", config=config, owners=owners, max_connections=1)
     assert read_keys(str(folder / "tokens"), "x") == ("alpha-1", "beta-2")
 

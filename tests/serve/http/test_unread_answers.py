@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 import pytest
 from http_parts import browse, http_served
-from jaxserve.serve.shared_room import SharedRoom
 from serve_parts import WAIT_S, Served, serve_bytes, wait_until
 
+from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.serve.http.errors import HttpRefusal
 from jaxserve.serve.http.pieces import ANSWERS, AnswersRoom, send_parts
 
