@@ -81,8 +81,8 @@ class GrpcServer:
         admins: KnownKeys | None = None,
         handoff: HandoffService | None = None,
     ) -> None:
-        """Reads certificates and tokens. `owners`: tells whose a call is. `port` None: it is taken at the start. `admin`
-        is for those with a token of `admins`, `handoff` for routers. Raises ConfigError.
+        """Reads certificates and tokens. `owners`: tells whose a call is. `port` None: it is taken at the start.
+        `admin` is for those with a token of `admins`, `handoff` for routers. Raises ConfigError.
 
         Beyond `max_connections` new ones are closed, until others end.
         """

@@ -128,8 +128,8 @@ class AnswersRoom:
                 503,
                 f"there is no room for this answer of {size} bytes: answers that clients have not read may have "
                 f"{self._room.most} bytes together (serve.http.max_answers_bytes) and yours have "
-                f"{self._room.held(self._owner)}, of which {self._room.part(self._owner)} always have room; read those, and "
-                "try again",
+                f"{self._room.held(self._owner)}, of which {self._room.part(self._owner)} always have room; read "
+                "those, and try again",
             )
 
     def leave(self, size: int) -> None:
