@@ -87,7 +87,8 @@ class TypedErrors(grpc.aio.ServerInterceptor):
             raise MessagesFull(
                 f"there is no room for this message of {size} bytes: those of all calls have {self._room.total} and "
                 f"yours {self._room.held(owner)}; together they may have {self._room.most} "
-                f"(serve.grpc.max_messages_bytes), and while these are taken a caller may have {self._room.part(owner)}; try again later",
+                "(serve.grpc.max_messages_bytes), and while these are taken a caller may have "
+                f"{self._room.part(owner)}; try again later",
                 retry_after_s=_RETRY_S,
             )
 
