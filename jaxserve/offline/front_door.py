@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ParamSpec, Self
 
 from jaxserve.api import SamplingParams
-from jaxserve.config import ResolvedConfig, get_value, load_config
+from jaxserve.config import ResolvedConfig, for_one_user, get_value, load_config
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.progress import show_progress
 from jaxserve.text import Tokenizer
@@ -162,7 +162,7 @@ class FrontDoor:
             shown.begin(f"starting with model {resolved.config.model.path}: loading JAX")
             from jaxserve.assemble import assemble  # seconds, which are not to be silent
 
-            self._assembly: Assembly = assemble(resolved, scheduler=scheduler, progress=shown)
+            self._assembly: Assembly = assemble(for_one_user(resolved), scheduler=scheduler, progress=shown)
         self._engine = self._assembly.engine
 
     @property
