@@ -8,7 +8,17 @@ import make_config_docs
 import pytest
 import yaml
 
-from jaxserve.config import ENVIRONMENT, field_docs, format_config, get_value, load_config, section_docs
+from jaxserve.config import (
+    ENVIRONMENT,
+    field_docs,
+    for_batches,
+    for_one_user,
+    format_config,
+    get_value,
+    load_config,
+    policy_of,
+    section_docs,
+)
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
 
@@ -275,3 +285,22 @@ def test_shipped_configs_load(path: Path) -> None:
     assert config.serve.grpc.port is not None
     assert sys.modules["yaml"] is yaml  # loading must not replace PyYAML's own loader
     assert yaml.safe_load("1e-3") == "1e-3"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "policy"),
+    [
+        ({}, "fcfs"),
+        ({"serve.http.api_keys_file": "keys"}, "fair"),
+        ({"serve.grpc.tokens_file": "tokens"}, "fair"),
+        ({"serve.admin_tokens_file": "tokens"}, "fcfs"),
+        ({"serve.http.api_keys_file": "keys", "sched.policy": "fcfs"}, "fcfs"),
+        ({"sched.policy": "sjf"}, "sjf"),
+    ],
+)
+def test_a_server_with_keys_shares_between_them_unless_told_otherwise(overrides: dict[str, object], policy: str):
+    resolved = load_config(None, overrides, environ={})
+    assert policy_of(resolved.config) == policy
+    asked = overrides.get("sched.policy", "fcfs")
+    for config in (for_one_user(resolved).config, for_batches(resolved).config):
+        assert policy_of(config) == config.sched.policy == asked

@@ -392,7 +392,7 @@ def test_arguments_reach_the_config(fakes: Fakes, tmp_path) -> None:
         "max_mixed_tokens": 0,
         "chunked_prefill": False, "max_waiting": 4096, "max_waiting_tokens": 2**22, "ageing_s": 10.0,
         "watermark": 0.03, "growth": 0.5, "lengths": "learned", "input_weight": 1.0, "output_weight": 2.0,
-        "ttft_target_s": 1.0, "tpot_target_s": 0.1,
+        "preempt_lag": 1024.0, "preempt_after": 16, "ttft_target_s": 1.0, "tpot_target_s": 0.1,
         "encode_cache_bytes": 2**25, "pooling": "auto", "overrides": {},
         "host_bytes": 0, "host_policy": "lru", "host_admission": "second_sight",
     }  # fmt: skip

@@ -28,7 +28,7 @@ from jaxserve.assemble.page_connector import ConnectorStore, PageConnectors, pre
 from jaxserve.assemble.page_store import PageStore, PageStores, prepare_page_stores
 from jaxserve.assemble.pictures import find_pictures, plan_pictures
 from jaxserve.assemble.step_log import open_step_log
-from jaxserve.config import ResolvedConfig
+from jaxserve.config import ResolvedConfig, policy_of
 from jaxserve.config.model_path import model_name, resolve_model_path
 from jaxserve.config.schema import Config, DegradeConfig
 from jaxserve.engine import AnyEngine, EmbeddingRules, Engine, EngineGroup, ModelInfo, Reranker
@@ -193,9 +193,13 @@ def assemble(
     """
     begin_s = time.perf_counter()
     config = resolved.config
-    choice = config.sched.policy if scheduler is None else scheduler
+    choice = policy_of(config) if scheduler is None else scheduler
     num_replicas = config.parallel.data
     find_scheduler(choice)
+    if scheduler is None and config.sched.policy is None:
+        logger.info(
+            "sched.policy is null: %s, %s", choice, "for there are keys" if choice == "fair" else "without keys"
+        )
     create_lengths(config.sched.lengths)
     create_tier_policy(config.cache.host_policy, TierOptions(admission=config.cache.host_admission))
     page_stores = prepare_page_stores(config) if config.store.connector is None else prepare_page_connectors(config)

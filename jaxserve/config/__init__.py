@@ -98,12 +98,29 @@ class ResolvedConfig:
     sources: Mapping[str, str]
 
 
+def policy_of(config: Config) -> str:
+    """The scheduler that `sched.policy` names, or that follows from the keys of the server where it names none."""
+    if config.sched.policy is not None:
+        return config.sched.policy
+    keys = (config.serve.http.api_keys_file, config.serve.grpc.tokens_file)
+    return "fcfs" if keys == (None, None) else "fair"
+
+
+def for_one_user(resolved: ResolvedConfig) -> ResolvedConfig:
+    """The same for a door without keys: all requests are those of the process that has it."""
+    return _with_sched(resolved, policy="fcfs")
+
+
 def for_batches(resolved: ResolvedConfig) -> ResolvedConfig:
-    """The same for a door whose user waits for the whole batch: gaps between tokens do not matter."""
+    """`for_one_user`, and this user waits for the whole batch: gaps between tokens do not matter."""
+    return _with_sched(for_one_user(resolved), max_mixed_tokens=0)
+
+
+def _with_sched(resolved: ResolvedConfig, **defaults: object) -> ResolvedConfig:
+    """With these settings of `sched` where they are null."""
     config = resolved.config
-    if config.sched.max_mixed_tokens is not None:
-        return resolved
-    sched = config.sched.model_copy(update={"max_mixed_tokens": 0})
+    update = {name: value for name, value in defaults.items() if getattr(config.sched, name) is None}
+    sched = config.sched.model_copy(update=update)
     return dataclasses.replace(resolved, config=config.model_copy(update={"sched": sched}))
 
 

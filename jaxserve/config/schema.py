@@ -138,8 +138,11 @@ class CacheConfig(Section):
 class SchedConfig(Section):
     """Scheduling: the policy, and the size of steps."""
 
-    policy: str = pydantic.Field(
-        default="fcfs", description="Name of a policy or scheduler, entry point, or 'package.module:Class'."
+    policy: str | None = pydantic.Field(
+        default=None,
+        description="Name of a policy or scheduler, entry point, or 'package.module:Class'. Null: fair where the "
+        "server has keys (serve.http.api_keys_file or serve.grpc.tokens_file), so that each key gets its share; else "
+        "fcfs.",
     )
     max_rows: int | None = pydantic.Field(
         default=None, ge=1, description="Sequences that run at once; default by backend."

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ParamSpec, Self
 
 from jaxserve.api import SamplingParams
-from jaxserve.config import ResolvedConfig, get_value, load_config
+from jaxserve.config import ResolvedConfig, for_one_user, get_value, load_config
 from jaxserve.config.model_path import resolve_model_path
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.offline.arguments import hint
@@ -145,7 +145,7 @@ class FrontDoor:
             shown.begin(f"starting with model {resolved.config.model.path}: loading JAX")
             from jaxserve.assemble import assemble  # seconds, which are not to be silent
 
-            self._assembly: Assembly = assemble(resolved, scheduler=scheduler, progress=shown)
+            self._assembly: Assembly = assemble(for_one_user(resolved), scheduler=scheduler, progress=shown)
         self._engine = self._assembly.engine
 
     @property

@@ -44,6 +44,8 @@ def sim_request(
         deadline_s=deadline_s,
         priority=priority,
         tenant=f"t{number % 3}",
+        owner=f"o{number % 2}",
+        owner_weight=1.0 + number % 2,
     )
     return SimRequest(request=request, arrival_s=arrival_s, output_len=output_len, output_token_id=token)
 

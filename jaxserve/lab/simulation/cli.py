@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from jaxserve.cli.options import ConfigOption, ModelOption, SetOption, with_model
-from jaxserve.config import load_config
+from jaxserve.config import load_config, policy_of
 from jaxserve.config.schema import Config
 from jaxserve.console import complain
 from jaxserve.errors import ConfigError
@@ -221,7 +221,7 @@ def simulate_command(
     )
     resolved = load_config(config, with_model(set_, model)).config
     options = _Options(
-        policies=tuple(policy or (resolved.sched.policy,)),
+        policies=tuple(policy or (policy_of(resolved),)),
         device=device,
         tensor=tensor,
         step_log=tuple(step_log or ()),

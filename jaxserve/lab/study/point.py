@@ -5,7 +5,7 @@ import math
 import random
 from typing import Any, NamedTuple
 
-from jaxserve.config import load_config
+from jaxserve.config import load_config, policy_of
 from jaxserve.errors import ConfigError
 from jaxserve.lab.simulation.cluster_values import Autoscale, ClusterResult
 from jaxserve.lab.simulation.fleet import Fleet
@@ -109,7 +109,7 @@ def _simulate(point: Point, fleet: Fleet, seed: int, rate: float | None) -> _Run
         raise ConfigError("router chooses between replicas; give replicas of 2 or more, too")
     config = load_config(None, point.settings).config
     run = fleet.run(
-        values["policy"] or config.sched.policy,
+        values["policy"] or policy_of(config),
         load,
         router=values["router"] or config.route.policy,
         options=options,
