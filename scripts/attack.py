@@ -22,6 +22,7 @@ import json
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -328,6 +329,7 @@ def main() -> int:
         for kind in KINDS.values():
             print(f"{kind.name:<19} {kind.server:<7} {kind.shows}")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its server ends with it
     kinds = [kind for kind in KINDS.values() if args.all or kind.name in args.kind]
     if not kinds and not args.fuzz:
         parser.error("give --all, --kind, --fuzz or --list")

@@ -505,7 +505,8 @@ def grpc_aborts(by: Attacker) -> None:
 
         def come_and_go() -> None:
             path = "/jaxserve.v1.Inference/Generate"
-            channel.unary_stream(path)(body, timeout=by.left_s, metadata=by.metadata).cancel()
+            with contextlib.suppress(ValueError):  # the attack is over, and the channel closed
+                channel.unary_stream(path)(body, timeout=by.left_s, metadata=by.metadata).cancel()
             by.call(channel, "Abort", message)
 
         by.spread(8, come_and_go)

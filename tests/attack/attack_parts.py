@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 from attack_kinds import KINDS, Attacker
@@ -18,7 +19,7 @@ SCALE = 0.01  # of the sizes of `scripts/attack_kinds.py`
 
 
 @contextlib.contextmanager
-def guarded(parts: Served, folder: Path, **http: int) -> Iterator[Served]:
+def guarded(parts: Served, folder: Path, **http: Any) -> Iterator[Served]:
     """Serves with both keys and batches. Its limits of time are those of a test that hangs."""
     keys = folder / "keys"
     keys.write_text(f"{ATTACKER}\n{OTHER}\n")
@@ -61,8 +62,8 @@ def others_answer(parts: Served) -> str:
 @contextlib.contextmanager
 def attacked(parts: Served, name: str) -> Iterator[Attacker]:
     """The attack of a kind goes on within the block, which begins once something of it has reached the server."""
-    ports = (int(address.rpartition(":")[2]) for address in (parts.http_url, parts.address))
-    by = Attacker(*ports, ATTACKER, OTHER, WAIT_S, SCALE)
+    http_port, grpc_port = (int(address.rpartition(":")[2]) for address in (parts.http_url, parts.address))
+    by = Attacker(http_port, grpc_port, ATTACKER, OTHER, WAIT_S, SCALE)
     ended: list[BaseException | None] = []
 
     def run() -> None:
