@@ -84,6 +84,28 @@ class _Readers:
                 waiter.set_result(None)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """What one call may ask for; None: any amount, of prompts and sequences as many as may wait.
+
+    Attributes:
+      max_prompts: of a call.
+      max_n: sequences of each.
+      max_stops: strings that end a text of a request.
+      max_text_chars: see `AsyncEngine.check_text`.
+      max_answer_bytes: that the answer can come to, see `engine.prices`.
+    """
+
+    max_prompts: int | None = None
+    max_n: int | None = None
+    max_stops: int | None = None
+    max_text_chars: int | None = None
+    max_answer_bytes: int | None = None
+
+
+NO_LIMITS = CallLimits()
+
+
 class AsyncEngine(Generic[E_co]):
     """An engine of the kind `E_co` as coroutines. One per event loop; closing it does not stop the engine."""
 
@@ -92,22 +114,12 @@ class AsyncEngine(Generic[E_co]):
         engine: E_co,
         encode_threads: int = 2,
         *,
-        max_prompts: int | None = None,
-        max_n: int | None = None,
-        max_stops: int | None = None,
-        max_text_chars: int | None = None,
-        max_answer_bytes: int | None = None,
+        limits: CallLimits = NO_LIMITS,
         tenants: Tenants | None = None,
     ) -> None:
-        """`max_prompts`, `max_n`: of one call; None: as many as may wait. `max_stops`: strings that end a text of a
-        request; `max_answer_bytes`: that the answer to a call can come to; None: any number. `max_text_chars`: see
-        `check_text`. `tenants`: their limits; None: no limits."""
+        """`tenants`: their limits; None: no limits."""
         self.engine = engine
-        self._max_prompts = max_prompts
-        self._max_n = max_n
-        self._max_stops = max_stops
-        self._max_text_chars = max_text_chars
-        self._max_answer_bytes = max_answer_bytes
+        self._limits = limits
         self._tenants = tenants
         self._threads = DaemonThreads("jaxserve-encode", encode_threads, spare=_SPARE_THREADS)
         self._closed = False
@@ -166,8 +178,8 @@ class AsyncEngine(Generic[E_co]):
         if n < 1:  # a call of less than nothing would be room for others
             raise InvalidRequest(f"n is {n}, but must be at least 1")
         for what, count, most, setting in (
-            ("prompts", prompts, self._max_prompts, "serve.max_prompts"),
-            ("sequences of a prompt (n)", n, self._max_n, "serve.max_n"),
+            ("prompts", prompts, self._limits.max_prompts, "serve.max_prompts"),
+            ("sequences of a prompt (n)", n, self._limits.max_n, "serve.max_n"),
             ("sequences (prompts times n)", prompts * n, self.engine.load.max_waiting, "sched.max_waiting"),
         ):
             if most is not None and count > most:
@@ -177,10 +189,10 @@ class AsyncEngine(Generic[E_co]):
 
     def _check_stops(self, count: int) -> None:
         """Each string is looked for after each token, on the loop that all requests share."""
-        if self._max_stops is not None and count > self._max_stops:
+        most = self._limits.max_stops
+        if most is not None and count > most:
             raise InvalidRequest(
-                f"the request has {count} stop strings and at most {self._max_stops} are taken (serve.max_stops); give "
-                "fewer"
+                f"the request has {count} stop strings and at most {most} are taken (serve.max_stops); give fewer"
             )
 
     def check_text(self, *texts: str) -> None:
@@ -190,9 +202,9 @@ class AsyncEngine(Generic[E_co]):
         Raises InvalidRequest for more than `max_text_chars` characters together; None: any number.
         """
         count = sum(map(len, texts))
-        if self._max_text_chars is not None and count > self._max_text_chars:
+        if self._limits.max_text_chars is not None and count > self._limits.max_text_chars:
             raise InvalidRequest(
-                f"there are {count} characters to encode, and at most {self._max_text_chars} are taken at once "
+                f"there are {count} characters to encode, and at most {self._limits.max_text_chars} are taken at once "
                 "(serve.max_text_chars); send them in parts"
             )
 
@@ -202,8 +214,8 @@ class AsyncEngine(Generic[E_co]):
         `stream` asks this, too. A door asks before it, whose answers repeat the log-probabilities of a prompt with each
         sequence (`repeats_prompt`).
         """
-        if self._max_answer_bytes is not None:
-            check_answer(requests, self._max_answer_bytes, repeats_prompt=repeats_prompt)
+        if self._limits.max_answer_bytes is not None:
+            check_answer(requests, self._limits.max_answer_bytes, repeats_prompt=repeats_prompt)
 
     async def stream(self, *requests: Request) -> AsyncGenerator[Update, None]:
         """Submits prepared requests, each with an id of its own; yields updates as they come, until all have ended.

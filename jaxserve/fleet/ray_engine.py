@@ -25,8 +25,8 @@ from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.grpc_service import InferenceService, generate_replies
 from jaxserve.serve.handoff import HandoffSetup
 from jaxserve.serve.handoff_service import HandoffService
+from jaxserve.serve.limits import call_limits, make_tenants
 from jaxserve.serve.status import public_message, status_of
-from jaxserve.serve.tenants import make_tenants
 from jaxserve.telemetry import observe_requests
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,7 @@ class EngineReplica:
         self._async_engine = AsyncEngine(
             self._engine,
             doors.encode_threads,
-            max_prompts=doors.max_prompts,
-            max_n=doors.max_n,
-            max_stops=doors.max_stops,
-            max_text_chars=doors.max_text_chars,
-            max_answer_bytes=doors.max_answer_bytes,
+            limits=call_limits(doors),
             tenants=make_tenants(doors.tenants),
         )
         self._ending.callback(self._async_engine.close)

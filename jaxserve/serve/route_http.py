@@ -17,6 +17,7 @@ from jaxserve.serve.http.probes import plain_probes_router
 from jaxserve.serve.http.quarantine import quarantine_router
 from jaxserve.serve.http.server import HttpServer
 from jaxserve.serve.keys import KnownKeys
+from jaxserve.serve.limits import call_limits
 from jaxserve.serve.metrics import exposition
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.quarantine import Quarantine
@@ -58,11 +59,7 @@ class RouteHttp:
             self._async_engine = AsyncEngine(
                 self._engine,
                 serving.encode_threads,
-                max_prompts=serving.max_prompts,
-                max_n=serving.max_n,
-                max_stops=serving.max_stops,
-                max_text_chars=serving.max_text_chars,
-                max_answer_bytes=serving.max_answer_bytes,
+                limits=call_limits(serving),
             )
             routers += answering_routers(make_door(self._async_engine, http, counts, any_model=True))
         routers += [self._probes(pool, service, counts), _metrics(RouteCollector(pool, service, quarantine, counts))]

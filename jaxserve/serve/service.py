@@ -34,13 +34,13 @@ from jaxserve.serve.grpc_service import InferenceService
 from jaxserve.serve.handoff import HandoffSetup
 from jaxserve.serve.handoff_service import HandoffService
 from jaxserve.serve.keys import KnownKeys, read_keys, read_listed_keys
+from jaxserve.serve.limits import call_limits, make_tenants
 from jaxserve.serve.loop_watch import LoopWatch
 from jaxserve.serve.open_doors import refuse_half_closed, warn_of_open
 from jaxserve.serve.orders import Drain, Orders
 from jaxserve.serve.owners import Owners
 from jaxserve.serve.ports import GRPC, HTTP, HeldPorts
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
-from jaxserve.serve.tenants import make_tenants
 from jaxserve.serve.tls import Certificates
 from jaxserve.serve.weights import WEIGHTS_DIR, ChangesWeights, CheckpointRoot, WeightOrders
 
@@ -188,11 +188,7 @@ async def serve(
     async_engine = AsyncEngine(
         engine,
         serve_config.encode_threads,
-        max_prompts=serve_config.max_prompts,
-        max_n=serve_config.max_n,
-        max_stops=serve_config.max_stops,
-        max_text_chars=serve_config.max_text_chars,
-        max_answer_bytes=serve_config.max_answer_bytes,
+        limits=call_limits(serve_config),
         tenants=make_tenants(serve_config.tenants),
     )
     exchange = None
