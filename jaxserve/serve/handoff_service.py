@@ -113,7 +113,7 @@ class HandoffService(pb_grpc.HandoffServicer):
         engine, offers = self._engine.engine, self._receiver.offers
         if not engine.accepting:
             raise refusal_of(engine.failure)
-        engine.check_room(1, "", {"": offers.count()})  # whose request will come is not known yet
+        engine.check_room(1, owner.id, {owner.id: offers.count()})
         offers.take(owner.own(request_id))
         return offers.lease_s
 

@@ -231,10 +231,9 @@ def served(
     handoff: HandoffSetup | None = None,
     weights: ChangesWeights | None = None,
     adapters_dir: str | None = None,
-    max_answer_bytes: int = ServeConfig().max_answer_bytes,
-    salt_by_key: bool = True,
+    **serving: Any,
 ) -> Iterator[Served]:
-    """Serves on a free port, on a thread of its own, until the block ends."""
+    """Serves on a free port, on a thread of its own, until the block ends. `serving`: further settings of `serve`."""
     ready = threading.Event()
     config = ServeConfig(
         drain_s=drain_s,
@@ -242,8 +241,7 @@ def served(
         http=http_config,
         admin_tokens_file=admin_tokens_file,
         tenants=tenants,
-        max_answer_bytes=max_answer_bytes,
-        salt_by_key=salt_by_key,
+        **serving,
     )
 
     async def main() -> int:

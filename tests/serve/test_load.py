@@ -181,13 +181,13 @@ async def test_a_thousand_streams_of_the_demo_model_at_once_are_what_they_are_al
 
 
 class StuckTokenizer(ByteTokenizer):
-    """Encodes no long text until it may."""
+    """Encodes no text of some kilobytes until it may."""
 
     def __init__(self) -> None:
         self.entered, self.go_on = threading.Event(), threading.Event()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if len(text) > 2**19:
+        if len(text) > 2**13:
             self.entered.set()
             assert self.go_on.wait(WAIT_S)
         return super().encode(text, add_special_tokens=add_special_tokens)
@@ -216,7 +216,7 @@ def test_others_are_served_while_a_megabyte_is_encoded() -> None:
             finally:
                 tokenizer.go_on.set()
             if isinstance(error := huge.exception(), RequestFailed):
-                assert "tokens; a sequence holds 512" in str(error)
+                assert "tokens, and a sequence holds 512" in str(error)
             else:
                 assert len(huge.result()) == 2**20 + 1
 
