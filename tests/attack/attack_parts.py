@@ -85,16 +85,22 @@ def attacked(parts: Served, name: str) -> Iterator[Attacker]:
     assert ended == [None]
 
 
+# Threads of pools that have a most number, start them as they are needed, and keep them.
+POOLS = ("jaxserve-encode", "asyncio_")
+
+
 @dataclasses.dataclass(frozen=True)
 class Remains:
-    """What a process holds that attacks could leave behind."""
+    """What a process holds that attacks could leave behind. Threads: but for those of `POOLS`."""
 
     files: int
     threads: int
 
     @classmethod
     def now(cls) -> "Remains":
-        return cls(len(os.listdir("/proc/self/fd")), threading.active_count())
+        return cls(
+            len(os.listdir("/proc/self/fd")), sum(not thread.name.startswith(POOLS) for thread in threading.enumerate())
+        )
 
 
 def assert_at_rest(parts: Served, before: Remains) -> None:
@@ -103,8 +109,13 @@ def assert_at_rest(parts: Served, before: Remains) -> None:
     wait_until(lambda: parts.scheduler.num_held_pages == 0 and not parts.scheduler.has_work(), "all pages are free")
     assert parts.engine.failure is None
 
-    def is_as_before() -> bool:
+    def more() -> list[str]:
         now = Remains.now()
-        return now.files <= before.files and now.threads <= before.threads
+        if now.files <= before.files and now.threads <= before.threads:
+            return []
+        return [repr(now), *(thread.name for thread in threading.enumerate())]
 
-    wait_until(is_as_before, f"files and threads are as before: {before}")
+    try:
+        wait_until(lambda: not more(), f"files and threads are as before: {before}")
+    except AssertionError as error:
+        raise AssertionError(more()) from error

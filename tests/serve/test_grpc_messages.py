@@ -46,15 +46,15 @@ def test_messages_of_one_caller_shut_out_no_other_and_count_until_their_calls_en
         Client(crowded.address, retries=ONCE, token=KEYS[0]) as one,
         Client(crowded.address, retries=ONCE, token=KEYS[1]) as two,
     ):
-        first, second = big(one), big(one)
+        running = [big(one) for _ in range(3)]
         with pytest.raises(RequestFailed, match=r"serve\.grpc\.max_messages_bytes") as caught:
             big(one)
         assert caught.value.status is Status.OVERLOADED and caught.value.retry_after_s == 1.0
         assert two.complete("a", SHORT, timeout_s=WAIT_S).text == "bc"
         assert two.is_serving(timeout_s=WAIT_S)
-        first()
-        second()
-        wait_until(lambda: crowded.engine.num_live == 0, "both have ended")
+        for end in running:
+            end()
+        wait_until(lambda: crowded.engine.num_live == 0, "all have ended")
         big(one)()
 
 

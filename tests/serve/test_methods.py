@@ -315,7 +315,8 @@ def test_waiting_tokens_are_bounded() -> None:
         with _in_background(client, [1] * 290), _in_background(client, [1] * 8):
             wait_until(lambda: server.engine.load.num_waiting_tokens == 298, "298 tokens wait")
             with pytest.raises(
-                RequestFailed, match=r"298 prompt tokens are waiting .* sched\.max_waiting_tokens is 300"
+                RequestFailed,
+                match=r"298 prompt tokens are waiting, 298 of them yours, .* sched\.max_waiting_tokens is 300",
             ):
                 client.complete([1, 2, 3], GREEDY, timeout_s=WAIT_S)
             server.runner.release()
