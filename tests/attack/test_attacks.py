@@ -17,7 +17,6 @@ from attack_parts import Remains, assert_at_rest, attacked, guarded, others_answ
 from picture_parts import picture_parts
 from serve_parts import Served, serve_bytes
 
-SHARES_THE_QUEUE = {"queue"}  # whose sequences others wait behind, as long as the policy serves who comes first
 REFUSALS = {  # of HTTP and gRPC: what a server says that is well
     "200", "400", "404", "408", "413", "429", "503",
     "OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "NOT_FOUND",
@@ -33,7 +32,7 @@ VISION = [kind.name for kind in KINDS.values() if kind.server == "vision"]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    parts = serve_bytes(vocab_size=259, max_model_len=2048, num_pages=4096, max_rows=64)
+    parts = serve_bytes(vocab_size=259, max_model_len=2048, num_pages=4096, max_rows=64, policy="fair")
     with guarded(parts, tmp_path_factory.mktemp("text")):
         yield parts
 
@@ -47,12 +46,10 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def check(parts: Served, name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "jaxserve")
     with attacked(parts, name):  # the first one starts the threads that a server starts when it needs them
-        if name not in SHARES_THE_QUEUE:
-            others_answer(parts)
+        others_answer(parts)
     before = Remains.now()
     with attacked(parts, name) as by:
-        if name not in SHARES_THE_QUEUE:
-            assert len(others_answer(parts)) > 0
+        assert len(others_answer(parts)) > 0
     assert_at_rest(parts, before)
     assert not set(by.outcomes) - REFUSALS - ENDED_BY_THE_ATTACKER - ENDED_BY_THE_SERVER, by.examples
     assert not [record.getMessage() for record in caplog.records if record.name.startswith("jaxserve")]

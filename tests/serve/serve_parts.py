@@ -152,6 +152,7 @@ class Parts:
         pictures: PictureReader | None = None,
         max_picture_bytes: int = 2**30,
         adapters: LoadedAdapters | None = None,
+        policy: str = "fcfs",
     ) -> None:
         """`adapters`: of which one step can have one."""
         limits = make_limits(
@@ -170,7 +171,7 @@ class Parts:
             FakeRunner(limits, vocab_size=vocab_size, mode=mode, forced=forced, keep_plans=False, accept=accept),
             delay_s,
         )
-        scheduler = create_scheduler("fcfs", limits, store=store)
+        scheduler = create_scheduler(policy, limits, store=store)
         assert isinstance(scheduler, ContinuousScheduler)
         self.scheduler = scheduler
         self.engine = Engine(
