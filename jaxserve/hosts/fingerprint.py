@@ -22,7 +22,7 @@ _LOCAL_FIELDS = {
     "hosts": {"coordinator", "process_id", "secret_file", "tls_cert", "tls_key", "tls_ca"},
     "model": {"path", "tokenizer", "name", "pooling"},
     "cache": {"scales"},  # a path: the scales themselves are a fact of the built device
-    "sched": {"max_mixed_tokens"},
+    "sched": {"max_mixed_tokens", "policy"},
     "store": {"location", "secret_file", "tls_ca", "tls_cert", "tls_key"},  # each keeps its own part of the pages
     "speculation": {"model"},  # a path: samples of its files are a fact
     "runtime": {

@@ -82,7 +82,10 @@ def upright(picture: "Image") -> "Image":
 
     try:
         picture.load()
-        return ImageOps.exif_transpose(picture).convert("RGB")
+        turned = ImageOps.exif_transpose(picture)
+        if turned.mode == "P" and isinstance(turned.info.get("transparency"), bytes):
+            turned = turned.convert("RGBA")  # the same colours, of which Pillow warns on the direct way
+        return turned.convert("RGB")
     except MemoryError:
         raise
     except Exception as error:  # decoders of bytes that somebody made up fail in any way
