@@ -141,7 +141,7 @@ def main(paths: list[str], memory_bytes: int, max_pixels: int, max_scans: int) -
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # for the server, which drains, and then ends this
         signal.signal(number, signal.SIG_IGN)
-    warnings.simplefilter("ignore")  # of sizes, which are limited here, and of transparency, which is dropped
+    warnings.simplefilter("ignore")  # of sizes, which are limited here
     answers = os.dup(1)
     os.dup2(2, 1)  # text that a library prints is no answer
     sys.path[:] = paths

@@ -279,8 +279,7 @@ class _Decoder:
 @functools.cache
 def silence_pillow() -> None:
     """Once for the process, since filters of warnings are no matter of a thread: Pillow would warn of sizes, whose
-    limit is the caller's, and of transparency, which is dropped."""
+    limit is the caller's."""
     from PIL import Image
 
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-    warnings.filterwarnings("ignore", "Palette images with Transparency", category=UserWarning)
