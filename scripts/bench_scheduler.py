@@ -4,6 +4,7 @@ All features are on: overlap, prefix cache, page growth, events for every token.
 results are made before the clock starts, so what is timed is the scheduler alone.
 
     python scripts/bench_scheduler.py [--rows 256] [--page-size 16] [--steps 1000] [--policy fcfs] [--json FILE]
+    python scripts/bench_scheduler.py --owners 2 --policy fair
     python scripts/bench_scheduler.py --waiting 4000        every policy, with rows or pages as what is short
 """
 
@@ -69,7 +70,8 @@ def measure(args: argparse.Namespace, prefix_caching: bool) -> dict[str, int | f
     for i in range(args.rows):
         # Lengths differ, so that in every step some rows need a page and fill one, as in real traffic.
         prompt = [i, *range(1, PROMPT_LEN + i % args.page_size)]
-        scheduler.add(make_request(f"request-{i}", prompt, total_len - len(prompt), stop=(7,), arrival_s=i))
+        max_tokens, owner = total_len - len(prompt), f"owner {i % args.owners}"
+        scheduler.add(make_request(f"request-{i}", prompt, max_tokens, stop=(7,), arrival_s=i, owner=owner))
     plan = _start(scheduler, args.rows)
     result = StepResult(token_ids=[1000] * args.rows)
     schedule_ms, commit_ms = [], []
@@ -192,6 +194,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=100, help="steps before that")
     parser.add_argument("--waiting", type=int, default=0, help="times `schedule` with so many in the queue instead")
     parser.add_argument("--policy", default="fcfs", help="name of a policy")
+    parser.add_argument("--owners", type=int, default=1, help="of the sequences that decode, in turn")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     return parser.parse_args()
 

@@ -5,6 +5,7 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +126,28 @@ def test_tenants_and_priorities() -> None:
     assert even["tenant-0"] / 8000 == pytest.approx(0.5, rel=0.05)
 
 
+def test_owners_have_shares_of_their_own_and_weights() -> None:
+    shapes = [Shape(parts=(Part(n, 4),), output_len=1, arrival_s=float(n)) for n in range(8000)]
+    requests = [r.request for r in sim_requests(shapes, ClientOptions(tenants=2, owner_weights=(1, 4), owner_skew=2.0))]
+    assert {(r.owner, r.owner_weight) for r in requests} == {("owner-0", 1), ("owner-1", 4)}
+    pairs = Counter((r.owner, r.tenant) for r in requests)
+    for owner in range(2):
+        for tenant in range(2):
+            share = (0.8, 0.2)[owner] * (2 / 3, 1 / 3)[tenant]
+            assert pairs[f"owner-{owner}", f"tenant-{tenant}"] / 8000 == pytest.approx(share, rel=0.1)
+    assert {(r.request.owner, r.request.owner_weight) for r in sim_requests(shapes[:9])} == {("", 1.0)}
+
+
+def test_a_session_has_one_owner() -> None:
+    clients = ClientOptions(owner_weights=(1, 1, 1), owner_skew=0.0)
+    trace = Trace(dataset=DatasetOptions(name="agent", num_prompts=200, turns=5.0), clients=clients)
+    owners: dict[int, set[str]] = {}
+    for request in trace:
+        owners.setdefault(request.request.prompt_token_ids[256], set()).add(request.request.owner)
+    assert all(len(names) == 1 for names in owners.values())
+    assert set.union(*owners.values()) == {"owner-0", "owner-1", "owner-2"}
+
+
 def test_a_session_has_one_tenant() -> None:
     trace = Trace(dataset=DatasetOptions(name="agent", num_prompts=200, turns=5.0), clients=ClientOptions(tenants=5))
     tenants: dict[int, set[str]] = {}
@@ -165,10 +188,12 @@ def test_prompts_of_ones_own(tmp_path: Path) -> None:
         ({"tenants": 0}, "tenants"),
         ({"priorities": 0}, "priorities"),
         ({"tenant_skew": -1.0}, "tenant_skew"),
+        ({"owner_skew": math.nan}, "owner_skew"),
+        ({"owner_weights": (1.0, 0.0)}, "owner_weights has 0.0"),
         ({"deadline_s": 0.0}, "deadline_s"),
     ],
 )
-def test_clients_that_cannot_be(values: dict[str, float], words: str) -> None:
+def test_clients_that_cannot_be(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         ClientOptions(**values)
 

@@ -232,6 +232,16 @@ def test_tenants_have_metrics_service_and_an_index() -> None:
         result.service_frame(0)
 
 
+def test_owners_have_metrics() -> None:
+    first, second = ended(0, 0.0, 0.5, 0.7, owner="a", tenant="x"), ended(1, 1.0, 1.2, owner="b", tenant="x")
+    result = LabResult.of("fair", simulated(first, second))
+    assert {name: metrics.output_tokens for name, metrics in result.owners.items()} == {"a": 2, "b": 1}
+    assert json.loads(json.dumps(result.as_json()))["owners"]["b"]["mean_ttft_ms"] == pytest.approx(200.0)
+    assert list(result.to_frame()["owner"]) == ["a", "b"]
+    assert "fair, by owner" in printed(result) and "by tenant" not in printed(result)
+    assert LabResult.of("fair", simulated(first)).owners == {}
+
+
 def test_a_cluster_is_judged_as_a_whole() -> None:
     trace = Trace(
         dataset=DatasetOptions(num_prompts=40, input_len=20, output_len=8), arrivals=ArrivalOptions(rate=50.0)

@@ -120,8 +120,16 @@ def test_sessions_days_and_clients(capsys: pytest.CaptureFixture[str]) -> None:
     assert "of the input, cached" in capsys.readouterr().out
     arguments = ["--diurnal", "1:20:10", "--tenants", "3", "--priorities", "2", "--max-tokens", "50", "--light"]
     assert main([*SMALL, *arguments, "--policy", "fair"]) == 0
-    [itl] = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("ITL (ms)")]
+    out = capsys.readouterr().out
+    assert "fair, by tenant" in out and "by owner" not in out
+    [itl] = [line for line in out.splitlines() if line.strip().startswith("ITL (ms)")]
     assert set(itl.split()[2:]) == {"-"}
+
+
+def test_owners_are_shown_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--owner-weights", "1,4", "--policy", "fair"]) == 0
+    out = capsys.readouterr().out
+    assert "fair, by owner" in out and "owner-0" in out and "owner-1" in out
 
 
 def test_all_failed_is_told_by_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +155,8 @@ def test_all_failed_is_told_by_the_exit_code(tmp_path: Path, capsys: pytest.Capt
         ("--light --plot x.png", "leave one of them out"),
         ("--dataset agent --rate 3", "--session-rate"),
         ("--dataset shakespeare", "no dataset"),
+        ("--owner-weights 1,x", "--owner-weights is '1,x'"),
+        ("--owner-weights 1,-2", "owner_weights has -2.0"),
         ("--diurnal 1:2", "--diurnal"),
         ("--rate 1 --ramp linear:1:2", "not two"),
         ("--percentiles 100", "between 0 and 100"),

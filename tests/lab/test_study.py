@@ -167,6 +167,8 @@ def test_an_oracle_of_lengths_orders_by_them(tmp_path: Path) -> None:
         ("{base: {load.num_prompts: 2.5}}", "load.num_prompts is 2.5: Input should be a valid integer"),
         ("{base: {load.num_prompts: true}}", "load.num_prompts is True: Input should be a valid integer"),
         ("{base: {load.tenants: 2.5}}", "load.tenants is 2.5"),
+        ("{base: {load.owner_weights: [1, 4]}}", "load.owner_weights is .1, 4.: Input should be a valid string"),
+        ("{grid: {load.owner_weights: ['1', '1,x']}}", "load.owner_weights is '1,x'"),
         ("{base: {load.rate: '4'}}", "load.rate is '4': Input should be a valid number"),
         ("{base: {load.ramp: 5}}", "load.ramp is 5: Input should be a valid string"),
         ("{base: {load.path: 3}}", "load.path is 3"),

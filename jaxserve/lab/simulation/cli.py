@@ -120,6 +120,12 @@ MaxTokensOption = Annotated[
     typer.Option("--max-tokens", help="All ask for so many, and may stop earlier; default: what they get."),
 ]
 TenantsOption = Annotated[int, typer.Option("--tenants", help="Tenants, the first with the largest share of requests.")]
+OwnersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--owner-weights", help="Of owners, as 1,4: fair shares tokens by them; the first sends most requests."
+    ),
+]
 PrioritiesOption = Annotated[int, typer.Option("--priorities", help="Levels of priority, drawn evenly.")]
 ClientsOption = Annotated[
     int | None,
@@ -173,6 +179,7 @@ def simulate_command(
     diurnal: DiurnalOption = None,
     max_tokens: MaxTokensOption = None,
     tenants: TenantsOption = 1,
+    owner_weights: OwnersOption = None,
     priorities: PrioritiesOption = 1,
     clients: ClientsOption = None,
     client_think: ClientThinkOption = 0.0,
@@ -213,6 +220,7 @@ def simulate_command(
         clients=ClientOptions(
             max_tokens=max_tokens,
             tenants=tenants,
+            owner_weights=tuple(parse_numbers(owner_weights, "--owner-weights")),
             priorities=priorities,
             clients=clients,
             client_think_s=client_think,

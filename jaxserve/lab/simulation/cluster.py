@@ -410,6 +410,7 @@ class _Cluster:
         self._note_end(
             SimulatedRequest(
                 request_id=asked.request_id,
+                owner=asked.owner,
                 tenant=asked.tenant,
                 priority=asked.priority,
                 arrival_s=request.arrival_s,

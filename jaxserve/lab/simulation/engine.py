@@ -535,6 +535,7 @@ class SimulatedEngine:
         self._on_end(
             SimulatedRequest(
                 request_id=request.request_id,
+                owner=request.owner,
                 tenant=request.tenant,
                 priority=request.priority,
                 arrival_s=sim.arrival_s,

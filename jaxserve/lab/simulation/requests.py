@@ -1,4 +1,4 @@
-"""From workloads to simulated requests: token ids, tenants and priorities are added to lengths and times.
+"""From workloads to simulated requests: token ids, owners, tenants and priorities are added to lengths and times.
 
 Ids belong to no vocabulary: in a simulation it only matters whether tokens are equal, so they are runs of integers
 whose first one follows from the key of a part, a hundred times cheaper than drawing them. A trace is made anew each
@@ -43,6 +43,9 @@ class ClientOptions:
         the length that it will generate, so that policies know every length.
       tenants: names tenant-0, tenant-1, …; the requests of a session have the same.
       tenant_skew: tenant k sends a share in proportion to 1 / (k + 1) ** skew; 0: equal shares.
+      owner_weights: a weight for each of the owners owner-0, owner-1, …, between whom the policy `fair` shares tokens
+        first; drawn beside the tenant, and those of a session have the same. Empty: requests have no owner.
+      owner_skew: as `tenant_skew`, of owners.
       priorities: levels 0, 1, …, drawn evenly.
       deadline_s: seconds after its arrival at which a request ends, finished or not.
       clients: a closed loop of so many clients, each of which sends its next request when its last one has ended. None:
@@ -55,6 +58,8 @@ class ClientOptions:
     max_tokens: int | None = None
     tenants: int = 1
     tenant_skew: float = 1.0
+    owner_weights: Sequence[float] = ()
+    owner_skew: float = 1.0
     priorities: int = 1
     deadline_s: float = math.inf
     clients: int | None = None
@@ -66,8 +71,13 @@ class ClientOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}, but must be 1 or more")
-        if not 0 <= self.tenant_skew < math.inf:
-            raise ConfigError(f"tenant_skew is {self.tenant_skew}, but must be 0 or more")
+        for name in ("tenant_skew", "owner_skew"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} is {value}, but must be 0 or more")
+        for weight in self.owner_weights:
+            if not 0 < weight < math.inf:
+                raise ConfigError(f"owner_weights has {weight}, but a weight must be a number above 0")
         if not 0 <= self.client_think_s < math.inf or (self.client_think_s and self.clients is None):
             raise ConfigError(f"client_think_s is {self.client_think_s}; give 0 or more, and the number of clients")
         if not self.deadline_s > 0:
@@ -165,14 +175,12 @@ def sim_requests(
     of its shape, and the pictures in it."""
     sampling = SamplingParams(temperature=0.0, max_tokens=None, detokenize=False)  # checked once, for all
     rng = np.random.default_rng((seed, 1))
-    shares = np.arange(1, clients.tenants + 1) ** -clients.tenant_skew
-    edges = np.cumsum(shares / shares.sum())
+    edges, weights = _edges(clients.tenants, clients.tenant_skew), clients.owner_weights
+    owner_edges = _edges(max(1, len(weights)), clients.owner_skew)
     for number, (shape, sample) in enumerate(zip(shapes, samples, strict=False)):
         assert shape.arrival_s is not None, "time_shapes gives each its time"
-        tenant = 0
-        if clients.tenants > 1:
-            chosen = rng.random() if shape.session is None else np.random.default_rng((seed, shape.session)).random()
-            tenant = min(int(np.searchsorted(edges, chosen)), clients.tenants - 1)
+        drawing = rng if shape.session is None else np.random.default_rng((seed, shape.session))
+        tenant, owner = _draw(edges, drawing), _draw(owner_edges, drawing)
         max_tokens = shape.output_len if clients.max_tokens is None else clients.max_tokens
         token_ids, pictures = (spell(shape.parts), ()) if sample is None else _prompt_of(sample)
         request = Request(
@@ -186,6 +194,8 @@ def sim_requests(
             arrival_s=shape.arrival_s,
             priority=int(rng.integers(clients.priorities)) if clients.priorities > 1 else 0,
             tenant=f"tenant-{tenant}" if clients.tenants > 1 else "",
+            owner=f"owner-{owner}" if weights else "",
+            owner_weight=weights[owner] if weights else 1.0,
             deadline_s=shape.arrival_s + clients.deadline_s,
         )
         yield SimRequest(
@@ -194,6 +204,17 @@ def sim_requests(
             output_len=shape.output_len,
             output_token_id=None if shape.answer_key is None else _first_id(shape.answer_key),
         )
+
+
+def _edges(count: int, skew: float) -> np.ndarray:
+    """Where the shares of so many names end, between 0 and 1."""
+    shares = np.arange(1, count + 1) ** -skew
+    return np.cumsum(shares / shares.sum())
+
+
+def _draw(edges: np.ndarray, rng: np.random.Generator) -> int:
+    """The number of a name. Nothing is drawn where there is only one."""
+    return min(int(np.searchsorted(edges, rng.random())), len(edges) - 1) if len(edges) > 1 else 0
 
 
 def spell(parts: Sequence[Part]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ extra `lab`.
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import rich.console
 
@@ -45,7 +45,7 @@ class LabResult:
       replica_s: seconds that engines existed, summed over engines.
       lanes: the steps of each engine, in order; empty unless kept.
       num_pages: of each engine; 0 where it is not known.
-      tenants: the metrics of each tenant's requests, by name; empty with one tenant.
+      tenants, owners: the metrics of the requests of each, by name; empty with one.
     """
 
     label: str
@@ -56,6 +56,7 @@ class LabResult:
     lanes: tuple[tuple[SimulatedStep, ...], ...]
     num_pages: int = 0
     tenants: Mapping[str, Metrics] = dataclasses.field(default_factory=dict)
+    owners: Mapping[str, Metrics] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -91,12 +92,12 @@ class LabResult:
                 every_output=every_output,
             )
 
-        by_tenant: dict[str, list[SimulatedRequest]] = {
-            name: [] for name in sorted({r.tenant for r in simulation.requests})
-        }
-        for request in simulation.requests:
-            by_tenant[request.tenant].append(request)
-        several = len(by_tenant) > 1
+        def metrics_by(kind: Literal["tenant", "owner"]) -> dict[str, Metrics]:
+            groups: dict[str, list[SimulatedRequest]] = {}
+            for request in simulation.requests:
+                groups.setdefault(getattr(request, kind), []).append(request)
+            return {name: metrics_of(groups[name]) for name in sorted(groups)} if len(groups) > 1 else {}
+
         return cls(
             label=label,
             metrics=metrics_of(simulation.requests),
@@ -105,7 +106,8 @@ class LabResult:
             replica_s=replica_s,
             lanes=lanes,
             num_pages=num_pages,
-            tenants={name: metrics_of(requests) for name, requests in by_tenant.items()} if several else {},
+            tenants=metrics_by("tenant"),
+            owners=metrics_by("owner"),
         )
 
     @property
@@ -222,6 +224,7 @@ class LabResult:
             "encoded_patches": self.simulation.encoded_patches,
             "jain": self.jain,
             "tenants": {name: metrics.as_json() for name, metrics in self.tenants.items()},
+            "owners": {name: metrics.as_json() for name, metrics in self.owners.items()},
         }
 
 
@@ -247,7 +250,7 @@ def outcome_of(request: SimulatedRequest) -> Outcome:
 
 def compare_frame(results: Sequence[LabResult]) -> "pandas.DataFrame":
     """A line for each run, by label, with every figure of `LabResult.as_json`. Raises ConfigError without pandas."""
-    left_out = ("failures", "drafts", "tenants")
+    left_out = ("failures", "drafts", "tenants", "owners")
     rows = [{name: value for name, value in result.as_json().items() if name not in left_out} for result in results]
     return _import_pandas().DataFrame(rows).set_index("label")
 
@@ -269,9 +272,10 @@ def show_results(results: Sequence[LabResult], console: rich.console.Console | N
         console.print(compare_rates(runs, {name: [row.get(name, "") for row in more] for name in names}))
         console.print(make_title("times in ms"), compare_times(runs))
     for result in results:
-        if result.tenants:
-            runs = list(result.tenants.items())
-            console.print(make_title(f"{result.label}, by tenant"), compare_rates(runs), compare_times(runs))
+        for kind, metrics in (("owner", result.owners), ("tenant", result.tenants)):
+            if metrics:
+                runs = list(metrics.items())
+                console.print(make_title(f"{result.label}, by {kind}"), compare_rates(runs), compare_times(runs))
         _print_failures(result, console)
 
 

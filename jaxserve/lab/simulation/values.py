@@ -142,6 +142,7 @@ class SimulatedRequest:
     restarts: int = 0
     admitted_s: float | None = None
     preempted_s: float = 0.0
+    owner: str = ""
 
 
 class SimulatedStep(NamedTuple):

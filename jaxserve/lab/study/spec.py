@@ -31,6 +31,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.lab.simulation.requests import ClientOptions
 from jaxserve.lab.workloads.arrivals import ArrivalOptions, Diurnal, Ramp
 from jaxserve.lab.workloads.datasets import DatasetOptions
+from jaxserve.lab.workloads.flags import parse_numbers
 from jaxserve.lab.workloads.metrics import Goodput
 
 _CONFIG, _LOAD = "config.", "load."
@@ -57,6 +58,7 @@ _TYPES: Mapping[str, Any] = {
     "load.path": str | None,
     "load.ramp": str | None,
     "load.diurnal": str | None,
+    "load.owner_weights": str | None,
     "policy": str | None,
     "router": str | None,
     "replicas": _COUNT,
@@ -181,6 +183,8 @@ class Point:
         if rate is not None:
             arrivals["rate"] = rate
         clients: dict[str, Any] = {n: given[n] for n in given.keys() & _CLIENTS}
+        if "owner_weights" in clients:
+            clients["owner_weights"] = tuple(parse_numbers(clients["owner_weights"], "load.owner_weights"))
         return DatasetOptions(**dataset, seed=seed), ArrivalOptions(**arrivals), ClientOptions(**clients)
 
     def key(self, seed: int) -> str:
