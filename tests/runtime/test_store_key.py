@@ -26,6 +26,7 @@ OUTSIDE = {  # imported on the way, and yet no part of a program
     "errors.py": "the types of errors",
     "gguf_file.py": "what the header of a file says; the config and shapes that follow from it are in the key",
     "new_directory.py": "a folder that appears as a whole",
+    "other_names.py": "what options are called elsewhere, for messages",
     "progress.py": "what a start says",
     "registry.py": "finds an implementation or a family by name; both names are in the key",
     "sched/base.py": "the protocol between scheduler and runner",
