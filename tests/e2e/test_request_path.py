@@ -46,8 +46,11 @@ STATIONS = (
     chat._Answer.events,
     Gatherer.take,
 )
-# Middleware, and threads, the same for every call of every route.
-AROUND = ("serve/http/counted.py", "serve/http/guard.py", "serve/http/bodies.py", "engine/daemon_threads.py")
+# Middleware, threads, and the check of names of arguments: the same for every call.
+AROUND = (
+    *("serve/http/counted.py", "serve/http/guard.py", "serve/http/bodies.py"),
+    *("engine/daemon_threads.py", "offline/arguments.py"),
+)
 
 
 class Follower:
