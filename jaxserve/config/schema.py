@@ -417,7 +417,9 @@ class RuntimeConfig(Section):
         default="text", description="text: lines for people; json: one JSON object per line."
     )
     log_requests: bool = pydantic.Field(
-        default=False, description="Log a line for each request that ends: its id, counts and times."
+        default=False,
+        description="Log a line for each request that ends: its id, counts and times; and one for each "
+        "refused call, of which some a second have their own: its id, door, route, status and reason.",
     )
     log_prompts: bool = pydantic.Field(
         default=False, description="Add the ids of the prompt to that line. Prompts are never logged otherwise."

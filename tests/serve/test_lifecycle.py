@@ -200,7 +200,9 @@ def test_the_queue_is_bounded_in_sequences() -> None:
             wait_until(lambda: server.engine.num_unstarted == 1, "one request waits")
             _call(stack, server, n=100)
             wait_until(lambda: client.load().num_waiting == 101, "two requests with 101 sequences wait")
-            with pytest.raises(RequestFailed, match="101 sequences are waiting, 101 of them yours, and 100 more") as caught:
+            with pytest.raises(
+                RequestFailed, match="101 sequences are waiting, 101 of them yours, and 100 more"
+            ) as caught:
                 client.complete("a", SamplingParams(n=100, max_tokens=1), timeout_s=WAIT_S)
             assert caught.value.status is Status.OVERLOADED
             assert server.engine.num_unstarted == 2
