@@ -581,6 +581,10 @@ class HttpConfig(Section):
         description="File of keys, one a line; every route but health then needs one. weight=4 behind a key gives it "
         "four parts of what callers share where others have one. Null: open to all.",
     )
+    open_metrics: bool = pydantic.Field(
+        default=False,
+        description="/metrics needs no key where the other routes need one, for a Prometheus that cannot send any.",
+    )
     cors_origins: list[str] = pydantic.Field(
         default=[], description="Origins of web pages that may call from a browser; '*' is all, [] is none."
     )
