@@ -227,7 +227,17 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str], *, tell: bool
                 for line in how_to_call(addresses.http, assembly.engine.model.name, serve.http, chats=chats):
                     complain(line)
 
-        code = serve_forever(assembly.engine, serve, ports, handoff, assembly.weights, settings, directory, on_ready)
+        code = serve_forever(
+            assembly.engine,
+            serve,
+            ports,
+            handoff,
+            assembly.weights,
+            settings,
+            directory,
+            on_ready,
+            log_refusals=resolved.config.runtime.log_requests,
+        )
     if code == HUNG:
         leave_without_devices(code)
     return code

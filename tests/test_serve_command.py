@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,8 @@ def started() -> Iterator[Started]:
     """`jaxserve serve demo --port 0` on the fake device, until it has told everything."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     with subprocess.Popen(
-        [sys.executable, "-c", FAKE, "serve", "demo", "--port", "0", "--max-model-len", "200"],
+        [sys.executable, "-c", FAKE, "serve", "demo", "--port", "0", "--max-model-len", "200",
+         "--set", "runtime.log_requests=true"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths},
     ) as process:  # fmt: skip
         assert process.stdout is not None and process.stderr is not None
@@ -77,9 +79,13 @@ def test_what_a_start_tells_works_as_it_stands(started: Started) -> None:
     assert base == f"http://{started.address}/v1"
 
 
-def test_it_ends_as_every_server(started: Started) -> None:
+def test_it_ends_as_every_server_and_has_logged_what_it_refused(started: Started) -> None:
+    assert started.process.stderr is not None
+    with pytest.raises(urllib.error.HTTPError):
+        _get(f"http://{started.address}/v1/nothing")
     started.process.send_signal(signal.SIGTERM)
     assert started.process.wait(timeout=120) == 0
+    assert "route=other status=404 reason=not_found" in " ".join(started.process.stderr.read().split())
 
 
 @pytest.mark.parametrize(

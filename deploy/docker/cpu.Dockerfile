@@ -1,6 +1,6 @@
 # jaxserve on a CPU, and for Ray clusters. Build from the top of the repository:
 #   docker build -f deploy/docker/cpu.Dockerfile -t jaxserve:cpu .
-#   docker run --rm -p 8500:8500 -v jaxserve-cache:/var/cache/jaxserve jaxserve:cpu
+#   docker run --rm -p 8000:8000 -p 8500:8500 -v jaxserve-cache:/var/cache/jaxserve jaxserve:cpu
 FROM python:3.12-slim-bookworm
 
 # wget is asked for by the probes that KubeRay puts into its pods; everything else comes as wheels.
@@ -25,7 +25,7 @@ ENV PYTHONUNBUFFERED=1 \
 
 USER 10001:10001
 VOLUME ["/var/cache/jaxserve"]
-EXPOSE 8500
+EXPOSE 8500 8000
 STOPSIGNAL SIGTERM
 
 # `live` stays green while a container drains; until the model is loaded and compiled nobody answers at all.
@@ -33,4 +33,4 @@ HEALTHCHECK --interval=15s --timeout=10s --start-period=30m --retries=3 \
     CMD ["jaxserve", "health", "127.0.0.1:8500", "--service", "live"]
 
 ENTRYPOINT ["python", "-m", "jaxserve.run"]
-CMD ["--config", "/opt/jaxserve/configs/demo.yaml", "--set", "serve.host=0.0.0.0"]
+CMD ["--config", "/opt/jaxserve/configs/demo.yaml", "--set", "serve.host=0.0.0.0", "--set", "serve.http.port=8000"]

@@ -1,6 +1,6 @@
 # jaxserve on NVIDIA GPUs. The wheels bring CUDA; the host needs a driver and the NVIDIA container toolkit.
 #   docker build -f deploy/docker/cuda.Dockerfile -t jaxserve:cuda .
-#   docker run --rm --gpus all -p 8500:8500 -v /srv/models/my-model:/models/model:ro \
+#   docker run --rm --gpus all -p 8000:8000 -p 8500:8500 -v /srv/models/my-model:/models/model:ro \
 #     -v jaxserve-cache:/var/cache/jaxserve jaxserve:cuda
 # For Ray clusters: --build-arg EXTRAS=cuda,ray
 FROM python:3.12-slim-bookworm
@@ -28,7 +28,7 @@ ENV PYTHONUNBUFFERED=1 \
 
 USER 10001:10001
 VOLUME ["/var/cache/jaxserve"]
-EXPOSE 8500
+EXPOSE 8500 8000
 STOPSIGNAL SIGTERM
 
 # `live` stays green while a container drains; until the model is loaded and compiled nobody answers at all.

@@ -27,7 +27,7 @@ ENV PYTHONUNBUFFERED=1 \
 
 USER 10001:10001
 VOLUME ["/var/cache/jaxserve"]
-EXPOSE 8500
+EXPOSE 8500 8000
 STOPSIGNAL SIGTERM
 
 # `live` stays green while a container drains; until the model is loaded and compiled nobody answers at all.

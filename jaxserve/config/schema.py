@@ -417,7 +417,9 @@ class RuntimeConfig(Section):
         default="text", description="text: lines for people; json: one JSON object per line."
     )
     log_requests: bool = pydantic.Field(
-        default=False, description="Log a line for each request that ends: its id, counts and times."
+        default=False,
+        description="Log a line for each request that ends: its id, counts and times; and one for each "
+        "refused call, of which some a second have their own: its id, door, route, status and reason.",
     )
     log_prompts: bool = pydantic.Field(
         default=False, description="Add the ids of the prompt to that line. Prompts are never logged otherwise."
@@ -578,6 +580,10 @@ class HttpConfig(Section):
         default=None,
         description="File of keys, one a line; every route but health then needs one. weight=4 behind a key gives it "
         "four parts of what callers share where others have one. Null: open to all.",
+    )
+    open_metrics: bool = pydantic.Field(
+        default=False,
+        description="/metrics needs no key where the other routes need one, for a Prometheus that cannot send any.",
     )
     cors_origins: list[str] = pydantic.Field(
         default=[], description="Origins of web pages that may call from a browser; '*' is all, [] is none."

@@ -4,6 +4,7 @@ The names of reasons are a closed list, and methods, routes and codes are those 
 makes up: so the number of series is bounded.
 """
 
+import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 
@@ -78,6 +79,24 @@ def reason_of(error: Exception) -> str:
     return next((_REASONS[kind] for kind in type(error).__mro__ if kind in _REASONS), _INTERNAL)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refusal:
+    """A call that was refused or has failed: nothing in it is of a caller's making but `call_id`.
+
+    Attributes:
+      door: HTTP or GRPC.
+      status: the number or the name that the caller got. Of a stream that failed in its middle, that of its beginning.
+      route: as in the metrics.
+      call_id: visible ASCII of at most 256 characters; None: the call has none.
+    """
+
+    door: str
+    reason: str
+    status: str
+    route: str
+    call_id: str | None
+
+
 class DoorCounts:
     """Mutated on the event loop of the doors, `note_ignored` on any thread, `note_slow` on the one of the loop's watch;
     any thread may copy the dictionaries, which is one operation.
@@ -90,12 +109,14 @@ class DoorCounts:
       ignored: fields of requests that were ignored, by route, place and name (`http.marks`).
       slow: times that the event loop was held up, by function (`loop_watch`).
       degraded: why the process is degraded (`serve.degraded`), written by who watches it; None: it is not.
+      on_refusal: hears of each refusal, on the event loop of the doors. Set before the doors open.
       read_handoff: reads the counts of handoffs; None where there are none. Set before the doors open.
     """
 
     def __init__(self) -> None:
         self.degraded: str | None = None
         self.read_handoff: Callable[[], HandoffCounts] | None = None
+        self.on_refusal: Callable[[Refusal], None] | None = None
         self.http: dict[tuple[str, str, str], int] = {}
         self.http_seconds: dict[tuple[str, str], Histogram] = {}
         self.grpc: dict[tuple[str, str], int] = {}
@@ -124,9 +145,11 @@ class DoorCounts:
         key = (method, code)
         self.grpc[key] = self.grpc.get(key, 0) + 1
 
-    def note_refusal(self, door: str, reason: str) -> None:
+    def note_refusal(self, refusal: Refusal) -> None:
         """A call was refused or has failed."""
-        self.refused[door, reason] += 1
+        self.refused[refusal.door, refusal.reason] += 1
+        if self.on_refusal is not None:
+            self.on_refusal(refusal)
 
     def note_slow(self, where: str) -> None:
         """The event loop was held up. `where` is of a bounded list."""

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from jaxserve.errors import Unauthenticated
-from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, reason_of
+from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, Refusal, reason_of
 from jaxserve.serve.grpc_admin import ADMIN_NAMES
 from jaxserve.serve.keys import KnownKeys
 from jaxserve.serve.status import GRPC_CODES
@@ -32,9 +32,10 @@ class BearerTokens(grpc.aio.ServerInterceptor):
             error = Unauthenticated(
                 "this server needs a token that it knows; send the metadata 'authorization: Bearer TOKEN'"
             )
-            counts.note_grpc(OTHER, GRPC_CODES[error.status].name)
-            counts.note_refusal(GRPC, reason_of(error))
-            await context.abort(GRPC_CODES[error.status], str(error))
+            code = GRPC_CODES[error.status]
+            counts.note_grpc(OTHER, code.name)
+            counts.note_refusal(Refusal(GRPC, reason_of(error), code.name, OTHER, None))
+            await context.abort(code, str(error))
 
         self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
 

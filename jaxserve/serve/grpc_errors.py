@@ -5,6 +5,7 @@ message with UNKNOWN and a Python exception text. So messages are counted here a
 """
 
 import logging
+import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -14,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.errors import InvalidRequest, MessagesFull, Status
-from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, reason_of
+from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, Refusal, reason_of
 from jaxserve.serve.owners import Owners
 from jaxserve.serve.status import GRPC_CODES, public_message, status_of
 from jaxserve.serve.status_details import details_of
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 _OWN = "/jaxserve."
 _SMALL_BYTES = 1024  # of a message to health or reflection, which is always read: a probe must be answered
 _RETRY_S = 1.0
+_ID = re.compile(r"[!-~]{1,256}")  # as HTTP has it: a request's id may be any text, which has no place in a log
 
 
 class TypedErrors(grpc.aio.ServerInterceptor):
@@ -50,16 +52,18 @@ class TypedErrors(grpc.aio.ServerInterceptor):
             return _streaming(handler, method)
         behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
         parse = handler.request_deserializer
+        name = method.rpartition("/")[2]
         counts = self._counts if method.startswith(_OWN) else None
 
         async def call(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
             code = grpc.StatusCode.CANCELLED  # the call ended without an answer or an error: its client has left
-            owner, size, is_in = "", len(raw), False
+            owner, size, is_in, request = "", len(raw), False, None
             try:
                 owner = self._owners.of_call(context).id
                 self._enter(owner, size, at_any_rate=counts is None and size <= _SMALL_BYTES)
                 is_in = True
-                answer = await behaviour(_parse(parse, raw), context)
+                request = _parse(parse, raw)
+                answer = await behaviour(request, context)
                 code = grpc.StatusCode.OK
                 return answer
             except grpc.aio.AbortError:
@@ -68,13 +72,13 @@ class TypedErrors(grpc.aio.ServerInterceptor):
                 if not _has_left(error, context):
                     code = GRPC_CODES[status_of(error)]
                     if counts is not None:
-                        counts.note_refusal(GRPC, reason_of(error))
+                        counts.note_refusal(Refusal(GRPC, reason_of(error), code.name, name, _id_of(request)))
                 await _report(error, method, context)
             finally:
                 if is_in:
                     self._room.leave(owner, size)
                 if counts is not None:
-                    counts.note_grpc(method.rpartition("/")[2], code.name)
+                    counts.note_grpc(name, code.name)
 
         wrap = (
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
@@ -120,6 +124,12 @@ def _parse(parse: Callable[[bytes], Any], raw: bytes) -> Any:
         return parse(raw)
     except DecodeError as error:
         raise InvalidRequest(f"the message cannot be decoded: {error}; text must be valid UTF-8") from error
+
+
+def _id_of(request: Any) -> str | None:
+    """Of a message that may have one, or that could not be read."""
+    given: str = getattr(request, "request_id", "")
+    return given if _ID.fullmatch(given) else None
 
 
 def _has_left(error: Exception, context: grpc.aio.ServicerContext) -> bool:

@@ -25,7 +25,11 @@ class _Doors(NamedTuple):
 
 def refuse_half_closed(config: ServeConfig) -> None:
     """Raises ConfigError when other machines reach a door without a key beside one that wants keys, unless
-    `serve.open_doors` names it; and when that names a door which is not open."""
+    `serve.open_doors` names it; and when that names a door which is not open, or `open_metrics` a route."""
+    if config.http.open_metrics and config.http.api_keys_file is None:
+        raise ConfigError(
+            "serve.http.open_metrics is true, but no route needs a key; set serve.http.api_keys_file, or leave it out"
+        )
     doors = _doors(config)
     for name in config.open_doors:
         if name not in doors.open:

@@ -23,6 +23,7 @@ from jaxserve.serve.open_doors import refuse_half_closed, warn_of_open
 from jaxserve.serve.owners import Owners
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.quarantine import Quarantine
+from jaxserve.serve.refusals import RefusalLog
 from jaxserve.serve.route_apart import Apart
 from jaxserve.serve.route_http import RouteHttp
 from jaxserve.serve.route_pool import Pool, Resolve
@@ -74,6 +75,7 @@ async def route(
     service = RouteService(pool, limits, Apart.of(config.route), quarantine, owners)
     port = HeldPort(config.serve.host, config.serve.grpc.port, "--port")
     serving, counts = config.serve, DoorCounts()
+    refusals = RefusalLog.begin(counts) if config.runtime.log_requests else None
     path = serving.admin_tokens_file
     admins = None if path is None else KnownKeys(read_keys(path, "serve.admin_tokens_file"))
     http = None
@@ -118,6 +120,8 @@ async def route(
         if http is not None:
             await http.stop(_LINGER_S)
         await pool.close()
+        if refusals is not None:
+            refusals.end()
     return 0
 
 

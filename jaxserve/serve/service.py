@@ -40,6 +40,7 @@ from jaxserve.serve.open_doors import refuse_half_closed, warn_of_open
 from jaxserve.serve.orders import Drain, Orders
 from jaxserve.serve.owners import Owners
 from jaxserve.serve.ports import GRPC, HTTP, HeldPorts
+from jaxserve.serve.refusals import RefusalLog
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
 from jaxserve.serve.tls import Certificates
 from jaxserve.serve.weights import WEIGHTS_DIR, ChangesWeights, CheckpointRoot, WeightOrders
@@ -102,13 +103,14 @@ def serve_forever(
     settings: Mapping[str, object] | None = None,
     adapters_dir: str | None = None,
     on_ready: Callable[[Addresses], None] = lambda addresses: None,
+    log_refusals: bool = False,
 ) -> int:
     """Starts the engine and the servers; returns after a signal (`shutdown`), or when the engine has died.
 
     `ports` that are held already are listened on; the others are bound now. `handoff`: the engine exchanges pages with
     others. `weights`: operators may give it other weights. `settings`: the whole config for operators to see; None:
     only `serve_config` is known. `adapters_dir`: `adapters.directory`. `on_ready` gets the addresses once all doors are
-    open.
+    open. `log_refusals`: each refused call has a line in the log.
 
     The first signal drains: no new requests, `serve_config.drain_s` seconds for the running ones. Those that
     are left then end with the error Draining, and routers and clients go on with them elsewhere. A second signal ends
@@ -129,6 +131,7 @@ def serve_forever(
             weights=weights,
             settings=settings,
             adapters_dir=adapters_dir,
+            log_refusals=log_refusals,
         )
     )
 
@@ -182,6 +185,7 @@ async def serve(
     weights: ChangesWeights | None = None,
     settings: Mapping[str, object] | None = None,
     adapters_dir: str | None = None,
+    log_refusals: bool = False,
 ) -> int:
     """`serve_forever` without signals; `on_ready` gets the addresses once all doors are open."""
     check_serve_config(serve_config, adapters_dir)
@@ -209,6 +213,7 @@ async def serve(
             None if engine.model.adapters is None else AdapterOrders(engine, adapters_dir),
         )
     counts = DoorCounts()
+    refusals = RefusalLog.begin(counts) if log_refusals else None
     doors = _make_doors(async_engine, serve_config, ports, orders, exchange, counts)
     watch = LoopWatch(counts.note_slow)
     watch.start()
@@ -239,6 +244,8 @@ async def serve(
             exchange.stop()
         async_engine.close()
         watch.stop()
+        if refusals is not None:
+            refusals.end()
     if engine.failure is None:
         return 0
     return HUNG if isinstance(engine.failure, StepStalled) else DIED

@@ -12,7 +12,9 @@ from command_lines import parse_jaxserve, parse_run
 from dockerfile_parse import DockerfileParser
 
 from jaxserve.config import ENVIRONMENT, load_config
+from jaxserve.config.addresses import is_loopback
 from jaxserve.serve.grpc_server import LIVE_NAME
+from jaxserve.serve.service import check_serve_config
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy/docker").glob("*.Dockerfile"))
@@ -93,16 +95,27 @@ def test_its_environment_is_read(image: Dockerfile) -> None:
     assert {name for name in image.env if name.startswith("JAXSERVE_")} <= set(ENVIRONMENT)
 
 
-def test_its_command_serves_on_the_exposed_port(image: Dockerfile) -> None:
+def test_its_command_serves_at_both_doors_on_the_exposed_ports(image: Dockerfile) -> None:
     assert json.loads(image.one("ENTRYPOINT")) == ["python", "-m", "jaxserve.run"]
     options: dict[str, Any] = parse_run(json.loads(image.one("CMD")))
     file = str(options["config"])
     assert file.startswith(IMAGE_FOLDER)
     config = load_config(ROOT / file.removeprefix(IMAGE_FOLDER), options["set_"], environ=image.env).config
-    assert config.serve.grpc.port == int(image.one("EXPOSE"))
+    assert [config.serve.grpc.port, config.serve.http.port] == [int(port) for port in image.one("EXPOSE").split()]
+    check_serve_config(config.serve)
     assert config.serve.host == "0.0.0.0"
     assert config.runtime.compile_cache == image.env["JAXSERVE_COMPILE_CACHE"]
     assert image.one("STOPSIGNAL") == "SIGTERM"
+
+
+def test_shipped_configs_that_other_machines_reach_have_the_http_door() -> None:
+    """Without it there is neither the API of OpenAI, nor `/metrics`, nor the page."""
+    configs = {path.name: load_config(path).config.serve for path in (ROOT / "configs").glob("*.yaml")}
+    reached = {name: serve for name, serve in configs.items() if not is_loopback(serve.host)}
+    assert "hf.yaml" in reached
+    assert [name for name, serve in reached.items() if serve.http.port is None] == []
+    for serve in reached.values():
+        check_serve_config(serve)
 
 
 def test_its_health_check_asks_for_life(image: Dockerfile) -> None:
@@ -111,5 +124,5 @@ def test_its_health_check_asks_for_life(image: Dockerfile) -> None:
     assert program == "jaxserve"
     name, options = parse_jaxserve(arguments)
     assert name == "health"
-    assert options["address"] == f"127.0.0.1:{image.one('EXPOSE')}"
+    assert options["address"] == f"127.0.0.1:{image.one('EXPOSE').split()[0]}"
     assert options["service"] == LIVE_NAME

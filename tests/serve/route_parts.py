@@ -13,7 +13,7 @@ from typing import Any
 from serve_parts import WAIT_S, wait_until
 
 from jaxserve.client import Client
-from jaxserve.config.schema import Config, GrpcConfig, HttpConfig, RouteConfig, ServeConfig
+from jaxserve.config.schema import Config, GrpcConfig, HttpConfig, RouteConfig, RuntimeConfig, ServeConfig
 from jaxserve.serve.route import Routing, route
 from jaxserve.serve.route_pool import Resolve
 from jaxserve.serve.shutdown import Shutdown
@@ -54,10 +54,12 @@ def routed(
     access: Mapping[str, Any] = {},
     http: HttpConfig = HttpConfig(),  # noqa: B008
     tokens_file: str | None = None,
+    log_requests: bool = False,
 ) -> Iterator[Routed]:
     """Routes until the block ends; `wait` until a replica is well. `access`: fields of RouteConfig."""
     router, ready = Routed(), threading.Event()
     config = Config(
+        runtime=RuntimeConfig(log_requests=log_requests),
         serve=ServeConfig(drain_s=drain_s, grpc=GrpcConfig(port=0, tokens_file=tokens_file), http=http),
         route=RouteConfig(
             replicas=list(replicas),

@@ -232,6 +232,7 @@ def served(
     handoff: HandoffSetup | None = None,
     weights: ChangesWeights | None = None,
     adapters_dir: str | None = None,
+    log_refusals: bool = False,
     **serving: Any,
 ) -> Iterator[Served]:
     """Serves on a free port, on a thread of its own, until the block ends. `serving`: further settings of `serve`."""
@@ -256,6 +257,7 @@ def served(
             handoff=handoff,
             weights=weights,
             adapters_dir=adapters_dir,
+            log_refusals=log_refusals,
         )
 
     def on_ready(addresses: Addresses) -> None:

@@ -76,22 +76,25 @@ def test_no_line_repeats_what_a_client_said(caplog: pytest.LogCaptureFixture) ->
         ("/detokenize", {"tokens": [SECRET]}),
     ]
     with (
-        served(parts, http_config=HttpConfig(port=0)),
+        served(parts, http_config=HttpConfig(port=0), log_refusals=True),
         observe_requests(parts.engine, RuntimeConfig(log_requests=True)),
     ):
         codes = [_post(parts, path, body) for path, body in bodies]
         json_type = {"content-type": "application/json"}
         broken = httpx.post(f"{parts.http_url}/v1/completions", content=f'{{"prompt": "{SECRET}', headers=json_type)
         codes.append(broken.status_code)
+        codes.append(_post(parts, f"/{SECRET}", {}))
         for text in (SECRET, SECRET * 99):
             _generate(parts, pb.GenerateRequest(text=text))
+        _generate(parts, pb.GenerateRequest(text="a" * 999, request_id=f"what I say is {SECRET}"))
         parts.runner.broken = True
         _post(parts, "/v1/completions", {"prompt": SECRET})
         parts.wait_for_exit()
     assert set(codes) == {200, 400, 404}, codes
     assert "the device is lost" in caplog.text
     written = [JsonFormatter().format(record) for record in caplog.records if record.name.startswith("jaxserve")]
-    assert len([line for line in written if json.loads(line).get("request_id")]) >= 3
+    assert len([line for line in written if json.loads(line).get("finish_reason")]) >= 3
+    assert len([line for line in written if json.loads(line).get("reason")]) >= 3
     assert [line for line in written if SECRET in line] == []
 
 

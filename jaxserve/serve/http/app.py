@@ -130,7 +130,7 @@ def join_routers(
     if listed is not None:
         known = KnownKeys(key.secret for key in listed)
     if known is not None or admins is not None:
-        asgi = keys = ApiKeys(asgi, known, admins)
+        asgi = keys = ApiKeys(asgi, known, admins, open_metrics=http.open_metrics)
     if http.cors_origins:
         asgi = CORSMiddleware(asgi, allow_origins=http.cors_origins, allow_methods=["*"], allow_headers=["*"])
     if (names := allowed_names(http, config.host)) is not None:

@@ -1,17 +1,19 @@
-"""The outermost layer: every answer is counted, and carries the id that its caller gave it.
+"""The outermost layer: every answer is counted, and carries the id that its caller gave it. A refusal without one gets
+an id here, by which its caller can ask and its line in the log is found.
 
 The reason of a refusal is part of the answer itself, see `errors.ErrorAnswer`.
 """
 
 import re
 import time
+import uuid
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxserve.serve.counts import HTTP, OTHER, DoorCounts
+from jaxserve.serve.counts import HTTP, OTHER, DoorCounts, Refusal
 from jaxserve.serve.http.errors import REASON
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -34,24 +36,30 @@ class Counted:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, caller = _CLIENT_LEFT, caller_id(Headers(scope=scope))
+        status, call_id = _CLIENT_LEFT, caller_id(Headers(scope=scope))
         begin_s = time.monotonic()
 
         async def watched_send(message: Message) -> None:
-            nonlocal status
+            nonlocal status, call_id
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if caller is not None:
-                    MutableHeaders(scope=message)["x-request-id"] = caller
+                headers = MutableHeaders(scope=message)
+                if call_id is None:
+                    call_id = headers.get("x-request-id")  # the answer's own
+                if call_id is None and REASON in scope:
+                    call_id = uuid.uuid4().hex
+                if call_id is not None:
+                    headers["x-request-id"] = call_id
             await send(message)
 
         try:
             await self._app(scope, receive, watched_send)
         finally:
             method = scope["method"] if scope["method"] in _METHODS else OTHER
-            self._counts.note_http(method, self._label(scope), status, time.monotonic() - begin_s)
+            route = self._label(scope)
+            self._counts.note_http(method, route, status, time.monotonic() - begin_s)
             if REASON in scope:
-                self._counts.note_refusal(HTTP, scope[REASON])
+                self._counts.note_refusal(Refusal(HTTP, scope[REASON], str(status), route, call_id))
 
     def _label(self, scope: Scope) -> str:
         """The route's path as it was declared. A call refused before it was routed is looked up by its own path."""

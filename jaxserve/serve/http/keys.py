@@ -18,6 +18,7 @@ OWNER = "jaxserve.owner"  # of a call, in its scope
 PROBES = frozenset({"/health", "/live", "/ready", "/ping"})
 OPEN_PATHS = PROBES | {"/"}
 OPEN_FOLDER = "/static/"
+METRICS = "/metrics"
 ADMIN_FOLDER = "/admin/"
 SLEEP, WAKE_UP, IS_SLEEPING = "/sleep", "/wake_up", "/is_sleeping"
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -34,9 +35,12 @@ _ADMIN_PATHS = frozenset(
 class ApiKeys:
     """Middleware: a known key on every route but the open ones, as `Authorization: Bearer KEY` or `X-Api-Key: KEY`."""
 
-    def __init__(self, app: ASGIApp, known: KnownKeys | None, admins: KnownKeys | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, known: KnownKeys | None, admins: KnownKeys | None = None, *, open_metrics: bool = False
+    ) -> None:
         """`known` None: all routes are open but those for operators, for which `admins` have the keys."""
         self._app = app
+        self._open_paths = OPEN_PATHS | {METRICS} if open_metrics else OPEN_PATHS
         self._known = known
         self._admins = admins
 
@@ -50,7 +54,7 @@ class ApiKeys:
 
     def needed_for(self, path: str) -> KnownKeys | None:
         """The keys of which a call of this path must have one; None: it needs none."""
-        if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
+        if path in self._open_paths or path.startswith(OPEN_FOLDER):
             return None
         if self._admins is not None and (path.startswith(ADMIN_FOLDER) or path in _ADMIN_PATHS):
             return self._admins

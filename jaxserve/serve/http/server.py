@@ -29,7 +29,7 @@ from uvicorn.server import ServerState
 
 from jaxserve.config.addresses import address_of
 from jaxserve.errors import ConfigError
-from jaxserve.serve.counts import HTTP, HTTP_REASONS, OTHER, DoorCounts
+from jaxserve.serve.counts import HTTP, HTTP_REASONS, OTHER, DoorCounts, Refusal
 from jaxserve.serve.http.connections import Acceptor, Client, Connections
 from jaxserve.serve.http.errors import plain_error
 from jaxserve.serve.http.half_closed import HalfClosed
@@ -220,7 +220,7 @@ class TimedProtocol(HttpToolsProtocol, Client):
         if self.cycle is None or self.cycle.response_complete:  # nothing of an earlier request is under way
             code = refused.code
             self._port.counts.note_http(OTHER, OTHER, code)
-            self._port.counts.note_refusal(HTTP, HTTP_REASONS[code])
+            self._port.counts.note_refusal(Refusal(HTTP, HTTP_REASONS[code], str(code), OTHER, None))
             body = plain_error(code, refused.text)
             head = f"HTTP/1.1 {code} {refused.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
             head += "retry-after: 1\r\n" if code == 503 else ""

@@ -30,7 +30,7 @@ from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.http.hosts import allowed_names
 from jaxserve.serve.http.server import MAX_HEADER_BYTES, MAX_URL_BYTES, HttpServer
-from jaxserve.serve.service import Shutdown, serve
+from jaxserve.serve.service import Shutdown, check_serve_config, serve
 from jaxserve.testing import ByteTokenizer, make_request
 
 KEY = "sk-secret-1"
@@ -121,6 +121,23 @@ def test_every_route_but_the_open_ones_asks_for_a_key(guarded: Served) -> None:
                 assert ("security" in operation) != is_open, path
                 if not is_open:
                     assert client.request(method, path).status_code == 401, path
+
+
+def test_metrics_may_be_open_beside_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(KEY)
+    with http_served(serve_bytes(), api_keys_file=str(tmp_path / "keys"), open_metrics=True) as parts:
+        with browse(parts) as client:
+            assert client.get("/metrics").status_code == 200
+            assert [client.get(path).status_code for path in ("/metrics/", "/load", "/v1/models")] == [401] * 3
+        with browse(parts, authorization=f"Bearer {KEY}") as client:
+            paths = client.get("/openapi.json").json()["paths"]
+    assert "security" not in paths["/metrics"]["get"]
+    assert "security" in paths["/load"]["get"]
+
+
+def test_open_metrics_without_keys_are_a_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"no route needs a key; set serve\.http\.api_keys_file"):
+        check_serve_config(ServeConfig(http=HttpConfig(port=0, open_metrics=True)))
 
 
 def test_keys_are_not_logged(
