@@ -391,7 +391,7 @@ class RuntimeConfig(Section):
         "starts; beyond it, those that no start has read for longest are removed. 0: each start packs them anew.",
     )
     compile_threads: int | None = pydantic.Field(
-        default=None, ge=1, description="Buckets compiled at once; default: cores."
+        default=None, ge=1, description="Buckets compiled at once; default: cores, on a TPU 1."
     )
     background_buckets: bool | None = pydantic.Field(
         default=None,

@@ -72,7 +72,7 @@ class Experts(nnx.Module):
                 out = out + self.shared(x)
         if self.down_bias is None:
             return Summand(out, None)
-        return Summand(out, _add_slots(self.down_bias[...].astype(jnp.float32)[ids], weights))
+        return Summand(out, _add_slots(self.down_bias[...].astype(jnp.float32)[ids.T], weights))
 
     @property
     def _nobody(self) -> int:
@@ -109,7 +109,7 @@ class Experts(nnx.Module):
         with jax.named_scope("down"):
             out = self.down.get_value().multiply(activated, group_sizes)  # [T * k, D]
         with jax.named_scope("combine"):
-            return _add_slots(out[places].reshape(*ids.shape, -1), weights)
+            return _add_slots(out[places.reshape(ids.shape).T], weights)
 
     def _activate(self, gate: Float[Array, "M F"], up: Float[Array, "M F"]) -> Float[Array, "M F"]:
         if self.spec.limit is None:
@@ -136,9 +136,12 @@ class SharedExpert(nnx.Module):
         return out * jax.nn.sigmoid(self.gate.get_value().multiply(x))
 
 
-def _add_slots(out: Float[Array, "T k D"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
-    """The weighted sum over k, one after the other: a reduction's order would be the compiler's."""
-    total = out[:, 0] * weights[:, :1]
-    for slot in range(1, out.shape[1]):
-        total = total + out[:, slot] * weights[:, slot : slot + 1]
+def _add_slots(out: Float[Array, "k T D"], weights: Float[Array, "T k"]) -> Float[Array, "T D"]:
+    """The weighted sum over k, one after the other: a reduction's order would be the compiler's.
+
+    k comes first, since a TPU would keep [T, k, D] in tiles of one row where only one of k is read.
+    """
+    total = out[0] * weights[:, :1]
+    for slot in range(1, out.shape[0]):
+        total = total + out[slot] * weights[:, slot : slot + 1]
     return total

@@ -42,6 +42,7 @@ from jaxserve.runtime.compile import (
     Job,
     build_replicas,
     make_cache_directory,
+    num_threads,
     report_lines,
     use_compile_cache,
 )
@@ -94,7 +95,7 @@ from jaxserve.runtime.resolve import (
 )
 from jaxserve.runtime.runner import DeviceRunner, Executables, Stage, Weights
 from jaxserve.runtime.stage_links import AbstractLinks, StageLinks, link_bytes
-from jaxserve.runtime.store import ExecutableStore
+from jaxserve.runtime.store import ExecutableStore, can_be_loaded
 from jaxserve.runtime.tower_building import TowerPlan, make_tower, picture_sizes, tower_jobs
 from jaxserve.runtime.xla_flags import compiler_options
 from jaxserve.sched.plan import Bucket
@@ -234,7 +235,8 @@ def build_runners(
         if not loading.done():
             progress.begin("loading weights")
         loaded, seconds["weights"] = loading.result()
-    progress.begin("placing the KV pages")
+    first_runs = "" if plan.sizes.backend == "cpu" else ", and running each step before a request waits for it"
+    progress.begin(f"placing the KV pages{first_runs}")
     return [
         _place(plan, found, links, one, of_tower, seconds, NewWeights(models, one, forms))
         for found, (one, of_tower) in zip(zip(*parts, strict=True), loaded, strict=True)
@@ -430,6 +432,8 @@ def _place(
         tower=None if tower is None else make_tower(tower, parts[0].compiled, loaded[0].mesh, tower_weights),
         pictures=None if tower is None or pictures is None else tower.rows(pictures, sizes.max_rows),
     )
+    if sizes.backend != "cpu":
+        runner.warm_up()
     if memory.limits.slots.num_slots:
         runner.time_moves()
     if sizes.speculation is not None:
@@ -566,6 +570,7 @@ def _compile_stages(plan: _BuildPlan, replicas: Sequence[Sequence[Mesh]], progre
         [_jobs(plan, dataclasses.replace(stage, mesh=meshes[number]), waiting) for meshes in replicas]
         for number, stage in enumerate(stages)
     ]
+    threads = num_threads(config.runtime.compile_threads, sizes.backend)
     total, before, parts = sum(len(now) for stage in jobs for now, _ in stage), 0, []
     for number, (stage, mine) in enumerate(zip(stages, jobs, strict=True)):
 
@@ -574,11 +579,11 @@ def _compile_stages(plan: _BuildPlan, replicas: Sequence[Sequence[Mesh]], progre
 
         store = _open_store(plan, stage, len(replicas))
         meshes = [replica[number] for replica in replicas]
-        compilers = [Compiler(mesh, store if store is None else store.on([*mesh.devices.flat])) for mesh in meshes]
+        compilers = [Compiler(mesh, _of_replica(store, mesh)) for mesh in meshes]
         now, later = [one for one, _ in mine], [more for _, more in mine]
         apart = _steps_apart(plan, store) if waiting else None
         ahead = [*later[0].values()] if apart is None else []
-        compiled = build_replicas(compilers, now, config.runtime.compile_threads, tell, ahead=ahead)
+        compiled = build_replicas(compilers, now, threads, tell, ahead=ahead)
         parts.append(
             [
                 _Part(compiled=c, later=m, compiler=by, apart=apart)
@@ -588,7 +593,9 @@ def _compile_stages(plan: _BuildPlan, replicas: Sequence[Sequence[Mesh]], progre
         before += sum(map(len, now))
         if config.runtime.batch_invariant and sizes.backend != "cpu":
             check_steps({step_name(b): compiled[0][step_name(b)].call.as_text() or "" for b in sizes.buckets})
-        plan.memory.check_temporaries(max(c.temporary_bytes for c in compiled[0].values()))
+        programs = compiled[0].values()
+        code_bytes = 0 if sizes.backend == "cpu" else sum(c.code_bytes for c in programs)  # the system's own, on a CPU
+        plan.memory.check_compiled(max(c.temporary_bytes for c in programs), code_bytes)
     return parts
 
 
@@ -619,7 +626,9 @@ def _make_links(plan: _BuildPlan, progress: Progress) -> StageLinks | None:
     )
     progress.begin("compiling the links between stages")
     options = compiler_options(plan.sizes.backend, sum(mesh.size for mesh in shapes.meshes))
-    compiled = shapes.compile(options, plan.config.runtime.compile_threads, lambda *_: None)
+    compiled = shapes.compile(
+        options, num_threads(plan.config.runtime.compile_threads, plan.sizes.backend), lambda *_: None
+    )
     return StageLinks(shapes, compiled)
 
 
@@ -657,6 +666,17 @@ def _open_store(plan: _BuildPlan, stage: AbstractStage, num_replicas: int) -> Ex
     return ExecutableStore(plan.store, facts, devices, plan.config.runtime.compile_cache_bytes)
 
 
+def _of_replica(store: ExecutableStore | None, mesh: Mesh) -> ExecutableStore | None:
+    """The store for the devices of one replica; None where each start compiles for them."""
+    devices = [*mesh.devices.flat]
+    if store is None:
+        return None
+    if not can_be_loaded(devices):
+        logger.info("each start compiles for the devices %s: libtpu cannot load executables there", devices)
+        return None
+    return store.on(devices)
+
+
 def _tower_facts(planned: PlannedTower) -> tuple[str, ...]:
     """What the program of a tower follows from."""
     return repr(planned.graphdef), repr(jax.tree.structure(planned.state)), repr(planned.weights)
@@ -667,7 +687,7 @@ def _build_later(runner: DeviceRunner, part: _Part, memory: MemoryPlan, shown: b
         limits=runner.limits,
         jobs=part.later,
         compiler=part.compiler,
-        check=lambda compiled: memory.check_temporaries(compiled.temporary_bytes),
+        check=lambda compiled: memory.check_compiled(compiled.temporary_bytes, 0),
         admit=lambda bucket, compiled: runner.add_bucket(bucket, compiled.call),
         apart=part.apart,
         shown=shown,

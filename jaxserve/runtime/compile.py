@@ -26,6 +26,7 @@ from jaxserve.runtime.store import ExecutableStore, Stored
 logger = logging.getLogger(__name__)
 
 _DEFAULT_CACHE = RuntimeConfig().compile_cache or ""
+_STACK_BYTES = 64 * 2**20  # of a thread that compiles: XLA's passes over a deep model recurse further than 8 MiB
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,12 @@ def use_compile_cache(path: Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def num_threads(asked: int | None, backend: str) -> int | None:
+    """How many executables are compiled at once: as asked, else one for each core, but on a TPU one alone, since libtpu
+    (0.0.42) ends now and then in a segmentation fault when two threads compile; it has threads of its own."""
+    return 1 if asked is None and backend == "tpu" else asked
+
+
 def compile_all(
     jobs: Sequence[Job], threads: int | None, progress: OnCompiled, mesh: jax.sharding.Mesh | None = None
 ) -> Mapping[str, Compiled]:
@@ -119,6 +126,7 @@ def build_replicas(
     results: list[dict[str, Compiled]] = [{} for _ in compilers]
     pool = ThreadPoolExecutor(threads or os.cpu_count(), thread_name_prefix="jaxserve-compile")
     first, *others = compilers
+    stack_before = threading.stack_size(_STACK_BYTES)
     try:
         futures: dict[Future[Compiled], int] = {}
         made: list[Future[Compiled]] = []
@@ -140,6 +148,7 @@ def build_replicas(
             results[futures[future]][compiled.name] = compiled
             progress(done, len(futures), compiled)
     finally:
+        threading.stack_size(stack_before)
         pool.shutdown(cancel_futures=True)
     return [*results]
 

@@ -2,7 +2,7 @@
 
 The temporaries of a step are estimated before anything is compiled, since the page count is part of the compiled
 shapes; after the compile the real figure is compared with the bytes that were left free
-(`MemoryPlan.check_temporaries`).
+(`MemoryPlan.check_compiled`).
 """
 
 import bisect
@@ -141,14 +141,19 @@ class MemoryPlan:
             return ""
         return f"; a sequence can have {longest} of the {self.limits.max_model_len} tokens of model.max_len"
 
-    def check_temporaries(self, measured_bytes: int) -> None:
-        """Raises CapacityError when the compiled steps need more than is left beside weights and pages."""
+    def check_compiled(self, temporary_bytes: int, code_bytes: int) -> None:
+        """Raises CapacityError when the compiled steps need more than is left beside weights and pages.
+
+        Args:
+          temporary_bytes: of the step that has most of them.
+          code_bytes: of all programs, which a device holds at once.
+        """
         left = self.total_bytes - self.held_bytes
-        if measured_bytes > left:
+        if temporary_bytes + code_bytes > left:
             raise CapacityError(
-                f"the compiled step needs {measured_bytes / _GIB:.2f} GiB of temporaries, but weights and "
-                f"{self.num_pages} pages leave {left / _GIB:.2f} GiB{_moves(self.move_bytes)}; lower cache.num_pages "
-                "or sched.max_step_tokens"
+                f"the compiled step needs {temporary_bytes / _GIB:.2f} GiB of temporaries, and all programs have "
+                f"{code_bytes / _GIB:.2f} GiB, but weights and {self.num_pages} pages leave {left / _GIB:.2f} GiB"
+                f"{_moves(self.move_bytes)}; lower cache.num_pages or sched.max_step_tokens"
             )
 
 

@@ -66,6 +66,7 @@ COPY_SLOTS = 16  # page copies of one launch; more take several
 TABLE_SLOTS = 1024  # block table entries of one `write_tables` launch
 MASK_SLOTS = 16  # masks of one `write_masks` launch
 _TIMED_STEPS = 4
+_WARM_STEPS = 3  # XLA runs the first step kernel by kernel, makes its graph in the second, and launches it in the third
 ROW_SLOTS = 16  # rows of one `enter_rows` or `leave_rows` launch
 TOLD_SLOTS = 512  # tokens of one `tell_tokens` launch
 
@@ -187,6 +188,28 @@ class DeviceRunner:
             self._slots.close()
         return [stage.weights for stage in self._here]
 
+    def warm_up(self) -> None:
+        """Runs each step some times on padding rows alone, which changes no page: what a device does at a first run,
+        such as loading the program, meeting the other devices and making a graph, is done before a request waits for
+        it. Before the first plan."""
+        for bucket in self._limits.buckets:
+            buffer = self._only_padding(bucket)
+            for _ in range(_WARM_STEPS):
+                left: Any = None
+                for number, stage in enumerate(self._stages):
+                    if stage is not None:
+                        if number == 0 and len(self._stages) > 1:
+                            left = self._put(self._last_tokens.after(()), stage)
+                        step, there = stage.executables.steps[bucket], self._put(buffer, stage)
+                        left, stage.state = step(stage.weights, stage.state, there, left)
+                    left = self._hand_on(number, bucket, left)
+                jax.block_until_ready(left)
+
+    def _only_padding(self, bucket: Bucket) -> np.ndarray:
+        """The buffer of a step without a row."""
+        nothing = StepPlan(step_id=0, width=bucket.width)
+        return pack(nothing, self._layouts[bucket], self._row_params, self._row_stops, {}, (), self._pictures)
+
     def time_steps(self) -> Limits:
         """Measures one round of each decode step, and of all that come later, for a scheduler that chooses among them.
         Returns the new limits. Before the first plan, and not for a pipeline."""
@@ -242,17 +265,15 @@ class DeviceRunner:
     def _time(self, bucket: Bucket) -> float:
         """Milliseconds of a round in which all rows are the padding row, which has the dummy page; the best of some,
         since a machine with other work only ever takes longer."""
-        [stage], layout = self._here, self._layouts[bucket]
+        [stage] = self._here
         if not bucket.decode_only:
             return 0.0
-        buffer = np.zeros(layout.size, np.int32)
-        view = layout.views(buffer)
-        view["rows"][:] = self._limits.max_rows
-        view["grants"][:, 0] = self._limits.max_rows
+        buffer = self._only_padding(bucket)
+        view = self._layouts[bucket].views(buffer)
         if bucket.plain:
             view["context_lens"][:] = 1
         else:
-            view["room"][:] = view["rounds"][0] = 1
+            view["room"][:] = 1
         seconds = []
         for _ in range(_TIMED_STEPS):
             begin_s = time.perf_counter()

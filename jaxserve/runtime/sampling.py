@@ -149,8 +149,7 @@ def prompt_logprobs(
     padding = -num_tokens % block
     vocab_size = jax.eval_shape(compute_logits, hidden[:block]).shape[1] * shards.count
 
-    def one_block(part):
-        hidden, targets = part
+    def one_block(hidden, targets):
         return lax.cond(
             jnp.any(targets >= 0),
             lambda: _logprobs(compute_logits(hidden), targets, shards),
@@ -160,7 +159,18 @@ def prompt_logprobs(
     def all_blocks():
         blocks = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, block, hidden.shape[1])
         wanted = jnp.pad(targets, (0, padding), constant_values=-1).reshape(-1, block)
-        found = lax.map(one_block, (blocks, wanted))
+        # XLA makes a slice whose place follows from the loop's counter a thunk that no CUDA graph takes, and then the
+        # host drives the loop. Read from data, the number of the block is a value like any other.
+        numbers = lax.optimization_barrier(jnp.arange(blocks.shape[0]))
+
+        def add_block(turn, found):
+            number = numbers[turn]
+            part = one_block(blocks[number], wanted[number])
+            return jax.tree.map(lambda whole, part: whole.at[number].set(part), found, part)
+
+        nothing = _no_logprobs(blocks.shape[0] * block, vocab_size)
+        empty = jax.tree.map(lambda x: x.reshape(-1, block, *x.shape[1:]), nothing)
+        found = lax.fori_loop(0, blocks.shape[0], add_block, empty)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_tokens], found)
 
     return lax.cond(jnp.any(targets >= 0), all_blocks, lambda: _no_logprobs(num_tokens, vocab_size))

@@ -266,6 +266,15 @@ class _Moved(pickle.Unpickler):
         return options
 
 
+def can_be_loaded(devices: Iterable[jax.Device]) -> bool:  # pyright: ignore[reportInvalidTypeForm]
+    """Whether these devices run executables that were serialised and read again.
+
+    libtpu halts the cores of some of its devices when they do, unless the first device is one of them
+    (https://github.com/jax-ml/jax/issues/38004).
+    """
+    return any(device.platform != "tpu" or device.id == 0 for device in devices)
+
+
 def digest_of(devices: list[jax.Device], facts: list[str]) -> str:  # pyright: ignore[reportInvalidTypeForm]
     """Of facts, the versions, the settings of JAX and XLA, and the kind of the devices."""
     return hashlib.sha256("\0".join([*_surroundings(devices), *facts]).encode()).hexdigest()[:40]

@@ -42,6 +42,15 @@ XLA_FLAGS = (
     ),
     XlaFlag(
         backend="gpu",
+        name="xla_gpu_enable_command_buffer",
+        # XLA's own list and WHILE. Collectives stay outside: graphs with them were seen to hang.
+        value="FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+        sharded_only=False,
+        why="a step is one CUDA graph: sampling is a conditional with a loop in it, whose turns the host waits for",
+        source="https://github.com/openxla/xla/blob/main/xla/xla.proto, CommandBufferCmdType",
+    ),
+    XlaFlag(
+        backend="gpu",
         name="xla_gpu_enable_latency_hiding_scheduler",
         value=True,
         sharded_only=True,

@@ -72,6 +72,30 @@ def test_500_mixed_requests_compile_nothing(name: str) -> None:
     assert all(result.token_ids and result.error is None for request in results for result in request)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"speculation.method": "ngram", "speculation.width": 3},
+        pytest.param({"parallel.pipeline": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_steps_of_padding_before_the_first_request_compile_nothing_and_change_nothing(settings: dict) -> None:
+    """As on GPUs and TPUs, whose first runs of a program are slow."""
+    engines = [build(FIXTURES / "llama", **POOL, **settings) for _ in range(2)]
+    for engine in engines:
+        engine.tokenizer = ByteTokenizer()
+    asked = _mixed_requests(48, engines[0].model.vocab_size)
+    counter = CompileCounter()
+    engines[1]._runner.warm_up()
+    assert counter.events == []
+    cold, warm = (
+        [[(result.token_ids, result.error) for result in request] for request in run(engine, asked, stagger=1)]
+        for engine in engines
+    )
+    assert warm == cold and all(tokens and error is None for request in warm for tokens, error in request)
+
+
 def test_a_step_without_a_bucket_raises() -> None:
     engine = build(FIXTURES / "llama", **POOL)
     plan = StepPlan(step_id=0, chunks=(Chunk(0, 0, tuple(range(41)), True),))

@@ -172,9 +172,9 @@ def test_explicit_sizes_win() -> None:
 
 def test_measured_temporaries_must_fit() -> None:
     plan = plan_memory(**(SIZES | {"num_pages": 80}))
-    plan.check_temporaries(800)
+    plan.check_compiled(700, 100)
     with pytest.raises(CapacityError, match="lower cache.num_pages"):
-        plan.check_temporaries(801)
+        plan.check_compiled(700, 101)
 
 
 def test_an_impossible_compile_cache_is_a_users_error(tmp_path) -> None:
@@ -258,7 +258,7 @@ def test_slots_follow_from_bytes_and_pages_on_their_way_take_room() -> None:
         with pytest.raises(CapacityError, match=r"pages on their way to and from host memory \(cache\.host_bytes\)"):
             plan_memory(**(sizes | chosen), move_counts=(1, 2))
     with pytest.raises(CapacityError, match="on their way"):
-        with_slots.check_temporaries(1 << 50)
+        with_slots.check_compiled(1 << 50, 0)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxserve.runtime.compile import Compiler, Job
-from jaxserve.runtime.store import ExecutableStore
+from jaxserve.lab.compiled.topology import absent_devices
+from jaxserve.runtime.compile import Compiler, Job, num_threads
+from jaxserve.runtime.store import ExecutableStore, can_be_loaded
 
 pytestmark = pytest.mark.usefixtures("store_alone")
 
@@ -140,3 +141,14 @@ def test_beyond_its_size_the_cache_loses_what_was_read_longest_ago(tmp_path: Pat
     Compiler(None, tight).build_one(make_job(65))
     assert len({path.stat().st_ino for path in tmp_path.iterdir()}) == 1, "its own files it keeps"
     assert (tmp_path / f"made-{tight.digest}").exists()
+
+
+def test_libtpu_loads_executables_on_its_first_device_alone() -> None:
+    first, *others = absent_devices("v5e:2x2")
+    assert can_be_loaded([first]) and can_be_loaded([first, *others])
+    assert not can_be_loaded(others)
+    assert can_be_loaded(jax.devices("cpu")[1:])
+
+
+def test_by_default_a_tpu_is_compiled_for_by_one_thread() -> None:
+    assert (num_threads(None, "tpu"), num_threads(None, "gpu"), num_threads(3, "tpu")) == (1, None, 3)

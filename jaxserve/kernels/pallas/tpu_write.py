@@ -86,6 +86,7 @@ def _most(num_tokens: int, num_rows: int, page_size: int, height: int) -> int:
     return -(-num_tokens * per_page // page_size) + 2 * num_rows
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "interpret"))  # traced and lowered once for all layers
 def write(
     lines: Float[Array, "T K planes 128"],
     cache: Float[Array, "pages K planes rows 128"],

@@ -27,7 +27,7 @@ from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.partition import Partition
 from jaxserve.models.quantised import Kept
 from jaxserve.models.weights import Path
-from jaxserve.runtime.compile import Compiled, compile_all
+from jaxserve.runtime.compile import Compiled, compile_all, num_threads
 from jaxserve.runtime.convert_weights import Forms
 from jaxserve.runtime.executables import AbstractStage, Sizes, head_of, make_jobs
 from jaxserve.runtime.mesh import abstract_meshes, layer_ranges, make_meshes
@@ -161,6 +161,5 @@ def compile_stage(
     if absent.tower is not None and stage == 0:
         jobs += tower_jobs(absent.tower, absent.stages[0].devices, absent.device.backend)
     jobs = [job for job in jobs if only is None or job.name in only]
-    # libtpu crashes now and then when two threads compile for chips that are not there (segmentation faults, 0.0.42).
-    threads = 1 if absent.device.backend == "tpu" else absent.config.runtime.compile_threads
+    threads = num_threads(absent.config.runtime.compile_threads, absent.device.backend)
     return compile_all(jobs, threads, lambda *_: None, absent.stages[stage].devices)

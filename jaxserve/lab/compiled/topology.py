@@ -28,7 +28,7 @@ gpu_device_info {{
   core_count: {cores} fpus_per_core: {core.fpus} clock_rate_ghz: {core.clock_ghz}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   memory_bandwidth: {bandwidth} l2_cache_size: {core.l2_bytes} device_memory_size: {memory}
-  cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
+  driver_version: "13.0.0" cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
 }}
 platform_name: "CUDA" runtime_version {{ major: 13 minor: 0 patch: 0 }} dnn_version_info {{ major: 9 minor: 12 }}
 device_description_str: "{kind}"

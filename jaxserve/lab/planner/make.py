@@ -284,7 +284,7 @@ def _compile(
     if (tower := absent.tower) is not None:
         largest.append(tower.temporary_bytes(tower.buckets[-1], 4))
     try:
-        fit.plan.check_temporaries(max(largest))
+        fit.plan.check_compiled(max(largest), 0)  # of the programs, a plan compiles a few
     except CapacityError as error:
         return steps, str(error), uncounted
     return steps, None, uncounted
