@@ -7,8 +7,6 @@ from pathlib import Path
 import check_readme
 import pytest
 
-from jaxserve.cli import COMMANDS
-
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -30,28 +28,6 @@ def test_the_front_page_is_short_and_the_index_has_every_page() -> None:
     index = (ROOT / "docs/README.md").read_text()
     missing = [page.name for page in (ROOT / "docs").glob("*.md") if f"]({page.name}" not in index]
     assert missing == ["README.md"], "each page has a line in docs/README.md, which does not name itself"
-
-
-def anchors(page: Path) -> set[str]:
-    """The headings of a page as GitHub names them in links."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def test_links_between_pages_lead_somewhere() -> None:
-    folders = [ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "deploy", ROOT / "deploy/ray"]
-    for page in (page for folder in folders for page in folder.glob("*.md")):
-        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)  # code has no links
-        for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([\w-]*)\)", text):
-            target = (page.parent / path).resolve() if path else page
-            assert target.exists(), f"{page}: {path}"
-            assert not anchor or anchor in anchors(target), f"{page}: {path}#{anchor}"
-
-
-def test_every_command_of_a_page_exists() -> None:
-    for page in (README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))):
-        named = re.findall(r"^ {4}(?:\$ )?jaxserve ([a-z]\S*)|`jaxserve ([a-z][a-z-]*)", page, re.MULTILINE)
-        assert {"".join(names) for names in named} <= set(COMMANDS)
 
 
 def test_what_is_pasted_is_bash_and_python() -> None:
