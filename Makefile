@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # What is given to pytest beside its choice of tests: `make test TESTS=--costs=costs.jsonl`.
 TESTS ?=
 
-.PHONY: help demo serve serve-tools test test-slow test-all test-long affected reach lint type fmt clean
+.PHONY: help demo serve serve-tools test test-slow test-all test-long affected reach reference lint type fmt clean
 
 help:
 	@echo "make demo       answer a few prompts, one about a picture, with the demo models (installs first)"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-all   both in one run, which compiles what they share once: what CI runs"
 	@echo "make test-long  those of tests/long.txt, which CI leaves out: before a release; goes on where it was ended"
 	@echo "make affected   within three minutes, the tests that a change can break (BASE=REF, ALL=1)"
+	@echo "make reference  the Python reference from docstrings, as HTML in build/reference"
 	@echo "make lint type  ruff and the type checker"
 
 $(VENV)/bin/python:
@@ -84,6 +85,9 @@ affected: $(VENV)/.dev
 # Which files each test reaches, for `make affected`: once in a while, since it takes twice as long as `make test-all`.
 reach: $(VENV)/.dev
 	JAXSERVE_TEST_CACHE=off $(PYTEST) -m "not long" -q --reach=tests/reach.json
+
+reference: $(VENV)/.dev
+	$(BIN)/python scripts/make_reference.py build/reference
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

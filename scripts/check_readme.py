@@ -158,8 +158,11 @@ def run_block(shell: Shell, block: Block, folder: Path, cache: Path) -> Outcome:
 
 
 def executables(cache: Path) -> set[str]:
-    """Names of the executables that are kept: what is computed, a dash, the digest of all that it depends on."""
-    return {path.name for path in cache.glob("*/executables/*")}
+    """Names of the executables that are kept: what is computed, a dash, the digest of all that it depends on.
+
+    The second name of each, by which an equal program of other settings finds it, is left out.
+    """
+    return {path.name for path in cache.glob("*/executables/*") if not path.name.startswith("program-")}
 
 
 def settings_until_served(outcomes: Sequence[Outcome], blocks: Sequence[Block]) -> int:

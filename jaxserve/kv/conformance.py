@@ -24,10 +24,14 @@ from jaxserve.kv.page_format import PageLayout
 from jaxserve.kv.store import KVStore, Outcome, StoreUnavailable
 
 MakeStore = Callable[[PageLayout, Path], KVStore]
+"""Makes the store under test: for pages of this layout, with a directory of its own."""
 
 LAYOUT = PageLayout(namespace="conformance", dtype="float32", shape=(2, 16, 8), element_bytes=4, page_bytes=1024)
-AMPLE_S = 30.0  # a deadline that no working store misses, on a busy machine either
+"""Of the pages of the tests."""
+AMPLE_S = 30.0
+"""A deadline that no working store misses, on a busy machine either."""
 SCOPES = (b"a" * 16, b"b" * 16)
+"""The scopes of two tenants."""
 _NUM_KILLS = 2
 
 

@@ -68,7 +68,9 @@ class PlanView(Protocol):
     """What a connector may know of a step: the pages that it gathers into slots."""
 
     @property
-    def saved_pages(self) -> Sequence[PageRef]: ...
+    def saved_pages(self) -> Sequence[PageRef]:
+        """In the order in which the step gathers them."""
+        ...
 
 
 class PackedPages(Protocol):
@@ -109,6 +111,7 @@ class ConnectorMeta:
     cancels: tuple[str, ...] = ()  # requests whose loads nobody needs any more
 
     def as_json(self) -> dict[str, Any]:
+        """All of it as values of JSON, for a worker in another process."""
         return {
             "loads": [[load.request_id, _refs_as_json(load.pages), load.deadline_s] for load in self.loads],
             "saves": _refs_as_json(self.saves),
@@ -117,6 +120,7 @@ class ConnectorMeta:
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> "ConnectorMeta":
+        """The inverse of `as_json`."""
         return cls(
             loads=tuple(
                 Load(request_id=request_id, pages=_refs_from_json(pages), deadline_s=deadline_s)
@@ -239,10 +243,12 @@ class ConnectorOptions:
 
 
 ConnectorFactory = Callable[[ConnectorOptions], KVConnector]
+"""What a name of `store.connector` leads to: it makes the connector of an engine."""
 
 CONNECTORS: Registry[ConnectorFactory] = Registry(
     "connector of pages", "jaxserve.kv_connectors", {"memory": "jaxserve.kv.connector:memory_connector"}
 )
+"""The connectors that are built in, and the entry points of the group `jaxserve.kv_connectors`."""
 _METHODS = (
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
@@ -293,7 +299,7 @@ def memory_connector(options: ConnectorOptions) -> "StoreConnector":
     return StoreConnector(store, options.slot_bytes, layer_bytes=[options.page_bytes], load_s=options.wait_s)
 
 
-class StoreConnector:
+class StoreConnector(KVConnector):
     """A `KVConnector` over a store: looks pages up in the background, loads by `Transfers`, saves what steps gather.
 
     Attributes:
@@ -415,6 +421,7 @@ class StoreConnector:
         return failed
 
     def flush(self, scope: bytes | None) -> None:
+        """As `Flushes.flush`."""
         self.transfers.flush(scope)
         with self._lock:
             self._found.clear()  # whoever asks again hears that there is nothing

@@ -17,7 +17,9 @@ import hmac
 from typing import NamedTuple
 
 SCOPE_BYTES = 16
+"""How long the scope of a tenant is, the beginning of each of its keys."""
 CONTENT_KEY_BYTES = 32
+"""How long the rest of a key is, which follows from the tokens."""
 
 
 class BlobName(NamedTuple):

@@ -26,10 +26,14 @@ from jaxserve.errors import ConfigError
 from jaxserve.kv.compression import Codec, CompressionError
 from jaxserve.kv.names import BlobName, is_mac, mac, namespace_name
 
-MAGIC = b"jaxkv\x00\r\n"  # a transfer as text would change the end
+MAGIC = b"jaxkv\x00\r\n"
+"""The first bytes of a page. A transfer as text would change their end."""
 VERSION = 2
+"""Of the format. Pages of another version are not read."""
 MAX_HEADER_BYTES = 1 << 16
+"""A longer header is not read."""
 MAC_BYTES = 32
+"""How long the message authentication code is."""
 _PREFIX = struct.Struct("<8sHI")
 
 
@@ -70,6 +74,7 @@ class PageLayout:
             )
 
     def as_json(self) -> dict[str, Any]:
+        """All fields, for the header of a page."""
         return {
             "namespace": self.namespace,
             "dtype": self.dtype,

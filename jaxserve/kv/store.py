@@ -133,6 +133,7 @@ class StoreOptions:
 
 
 StoreFactory = Callable[[PageLayout, StoreOptions], KVStore]
+"""What a name of `store.kind` leads to: it makes the store of an engine."""
 
 STORES: Registry[StoreFactory | KVStore] = Registry(
     "store of pages",
@@ -144,6 +145,7 @@ STORES: Registry[StoreFactory | KVStore] = Registry(
         "object": "jaxserve.kv.object_store:object_store",
     },
 )
+"""The stores that are built in, and the entry points of the group `jaxserve.kv_stores`."""
 _METHODS = ("contains", "get", "put", "delete", "flush", "close")
 
 

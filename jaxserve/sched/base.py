@@ -298,7 +298,9 @@ class LaterBuckets(Protocol):
         ...
 
     @property
-    def counts(self) -> BucketCounts: ...
+    def counts(self) -> BucketCounts:
+        """How many of them are ready, still to be built, and given up."""
+        ...
 
     def start(self) -> None:
         """Begins to build. Called once."""

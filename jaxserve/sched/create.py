@@ -28,6 +28,7 @@ SCHEDULERS: Registry[type[Policy] | Policy | SchedulerFactory | Scheduler] = Reg
         "slo": "jaxserve.sched.policies:SloPolicy",
     },
 )
+"""What `sched.policy` can name: the built-in policies, and the entry points of the group `jaxserve.schedulers`."""
 
 _SCHEDULER_METHODS = ("add", "abort", "schedule", "commit", "has_work")  # of the protocol
 

@@ -110,6 +110,7 @@ LENGTHS: Registry[LengthPredictor | type[LengthPredictor]] = Registry(
     "jaxserve.length_predictors",
     {"learned": "jaxserve.sched.lengths:LearnedLengths", "asked": "jaxserve.sched.lengths:AskedLengths"},
 )
+"""What `sched.lengths` can name: the two of this module, and the entry points of `jaxserve.length_predictors`."""
 
 
 def create_lengths(choice: str | LengthPredictor | type[LengthPredictor]) -> LengthPredictor:

@@ -441,6 +441,7 @@ class RowMask(NamedTuple):
 
     @classmethod
     def of(cls, row: int, mask: bytes, place: int = 0) -> "RowMask":
+        """The mask of a row, from its bytes: bit i of the little-endian words allows token i."""
         return cls(row, base64.b64encode(mask).decode(), place)
 
     @property
@@ -449,6 +450,7 @@ class RowMask(NamedTuple):
         return base64.b64decode(self.bits)
 
     def allows(self, token_id: int) -> bool:
+        """Whether the row may draw this token."""
         mask = self.mask
         return token_id >> 3 < len(mask) and bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 

@@ -38,9 +38,11 @@ RESUME_REASONS: dict[ResumeReason, pb.ResumeReason] = {
     ResumeReason.DRAINED: pb.RESUME_REASON_DRAINED,
 }
 
-# A prompt of a client: text, token ids, or chat messages {"role": text, "content": text}. A message with pictures has
-# "pictures", too: a list of the bytes of files.
 ClientPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A prompt of a client: text, token ids, or chat messages `{"role": text, "content": text}`.
+
+A message with pictures has "pictures", too: a list of the bytes of files.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -258,6 +258,7 @@ class FakeRunner:
 
     @property
     def limits(self) -> Limits:
+        """Those that it was made with: plans must keep them."""
         return self._limits
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -608,6 +609,7 @@ class Output:
     prompt: PromptInfo | None = None
 
     def take(self, event: TokenEvent) -> None:
+        """Adds the next event of the request, and checks that none comes after the end."""
         assert self.finish_reason is None, f"an event after the end: {event}"
         assert (event.prompt is not None) == (not self.token_ids), f"prompt info belongs to the first token: {event}"
         self.prompt = event.prompt or self.prompt

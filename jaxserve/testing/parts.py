@@ -13,6 +13,7 @@ class ManualClock:
         return self.now_s
 
     def advance(self, seconds: float) -> None:
+        """Lets time pass; `seconds` is not negative."""
         assert seconds >= 0, seconds
         self.now_s += seconds
 

@@ -1,13 +1,12 @@
 """The README promises only what is there."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
 
 import check_readme
 import pytest
-
-from jaxserve.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -32,26 +31,22 @@ def test_the_front_page_is_short_and_the_index_has_every_page() -> None:
     assert missing == ["README.md"], "each page has a line in docs/README.md, which does not name itself"
 
 
-def anchors(page: Path) -> set[str]:
-    """The headings of a page as GitHub names them in links."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+def figure(value: float) -> str:
+    """As the tables have it: three digits, all of them before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def test_links_between_pages_lead_somewhere() -> None:
-    folders = [ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "deploy", ROOT / "deploy/ray"]
-    for page in (page for folder in folders for page in folder.glob("*.md")):
-        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)  # code has no links
-        for path, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)#?([\w-]*)\)", text):
-            target = (page.parent / path).resolve() if path else page
-            assert target.exists(), f"{page}: {path}"
-            assert not anchor or anchor in anchors(target), f"{page}: {path}#{anchor}"
-
-
-def test_every_command_of_a_page_exists() -> None:
-    for page in (README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))):
-        named = re.findall(r"^ {4}(?:\$ )?jaxserve ([a-z]\S*)|`jaxserve ([a-z][a-z-]*)", page, re.MULTILINE)
-        assert {"".join(names) for names in named} <= set(COMMANDS)
+def test_the_table_of_other_engines_is_the_record() -> None:
+    record = json.loads((ROOT / "benchmarks/peers_cpu.json").read_text())["results"]["workloads"]
+    rows = re.findall(r"^\| (decode, 1 stream|decode, 16 streams|prefill, .*?) \| (.*) \|$", README, re.MULTILINE)
+    workloads = {"decode, 1 stream": "one", "decode, 16 streams": "streams", "prefill, one prompt of 512": "prefill"}
+    assert [name for name, _ in rows] == list(workloads)
+    for name, cells in rows:
+        figures = record[workloads[name]]["figures"]
+        [figured] = [figures[key] for key in figures if key.endswith("tokens/s")]
+        medians, ratios = figured["medians"], figured["ratios"]
+        others = [f"{figure(medians[peer])} ({ratios[peer]:.2f}x)" for peer in ("hf", "llamacpp", "vllm")]
+        assert cells.split(" | ") == [figure(medians["jaxserve"]), *others]
 
 
 def test_what_is_pasted_is_bash_and_python() -> None:
@@ -83,7 +78,7 @@ def test_blocks_in_a_row_are_one_script_and_some_lines_are_left_out() -> None:
 def test_settings_are_counted_up_to_the_server(tmp_path: Path) -> None:
     folder = tmp_path / "xla" / "executables"
     folder.mkdir(parents=True)
-    for name in ("decode-1x1-aa", "mixed-16x1-aa", "decode-1x1-bb"):
+    for name in ("decode-1x1-aa", "mixed-16x1-aa", "decode-1x1-bb", "program-cc"):
         (folder / name).touch()
     (tmp_path / "xla" / "machine_code").mkdir()
     names = sorted(check_readme.executables(tmp_path))

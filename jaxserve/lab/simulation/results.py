@@ -133,6 +133,7 @@ class LabResult:
 
     @property
     def num_preemptions(self) -> int:
+        """How often a request lost its row before it had ended, over all requests."""
         return sum(request.preemptions for request in self.simulation.requests)
 
     @property

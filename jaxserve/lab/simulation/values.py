@@ -100,6 +100,7 @@ class FixedCost:
     cost: StepCost
 
     def step_seconds(self, plan: StepPlan, bucket: Bucket) -> StepCost:
+        """The same for each step."""
         return self.cost
 
 

@@ -54,6 +54,7 @@ class Shape:
 
     @property
     def prompt_len(self) -> int:
+        """Tokens of the prompt, all parts together."""
         return sum(part.length for part in self.parts)
 
 
