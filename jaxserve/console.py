@@ -26,9 +26,10 @@ from jaxserve.telemetry.logs import JsonFormatter
 _REFRESH_S = 0.1
 
 
-def set_up_logging(config: RuntimeConfig) -> None:
+def set_up_logging(config: RuntimeConfig, *, warnings_alone: bool = False) -> None:
     """Shows what the package logs, as `config` says. For programs; a library leaves logging to its user.
 
+    `warnings_alone`: and errors, of what the config would show; for commands whose answer is what their user waits for.
     In JSON, the warnings of other packages are lines of JSON, too: log collectors read nothing else.
     """
     console = rich.console.Console(stderr=True)
@@ -48,6 +49,8 @@ def set_up_logging(config: RuntimeConfig) -> None:
     logger = logging.getLogger("jaxserve")
     logger.handlers[:] = [handler]
     logger.setLevel(config.log_level.upper())
+    if warnings_alone:
+        logger.setLevel(max(logger.level, logging.WARNING))
     logger.propagate = False
 
 

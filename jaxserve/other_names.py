@@ -320,7 +320,6 @@ SAME: Mapping[str, str] = {
 }
 
 COMMANDS: Mapping[str, str] = {  # commands of others -> how it is done here
-    "chat": "`jaxserve run --chat --prompt TEXT` answers one message; `jaxserve serve MODEL` has a page for a chat",
     "complete": "`jaxserve run --prompt TEXT`",
     "generate": "`jaxserve run --prompt TEXT`",
     "run-batch": "`jaxserve run --input FILE --output FILE`",

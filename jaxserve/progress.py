@@ -5,10 +5,10 @@
         progress.begin("compiling")
         progress.count(3, 7, "decode 16x16")
 
-On a terminal it is one bar that is gone at the end; elsewhere plain lines, one when a phase begins and then one every
-two seconds at most. In a notebook each line takes the place of the one before it. A heartbeat writes them, since a
-single step (a compile, a read) may take longer than a person waits without doubt. Results belong to stdout, so all
-of it goes to stderr or the log.
+On a terminal it is one bar that is gone at the end; elsewhere plain lines, one when a phase begins, one with its
+seconds when a long one has ended, and one every ten seconds meanwhile. In a notebook each line takes the place of the
+one before it, every two seconds. A heartbeat writes them, since a single step (a compile, a read) may take longer than
+a person waits without doubt. Results belong to stdout, so all of it goes to stderr or the log.
 """
 
 import contextlib
@@ -25,7 +25,9 @@ import rich.progress
 
 logger = logging.getLogger(__name__)
 
-EVERY_S = 2.0  # between two lines
+EVERY_S = 10.0  # between two lines of one phase
+_REPLACED_EVERY_S = 2.0  # where a line takes the place of the one before
+_SHORT_S = 1.0  # the end of a shorter phase is told by the beginning of the next
 _BEAT_S = 0.5
 
 
@@ -52,16 +54,27 @@ class Quiet:
 
 
 class Lines:
-    """Plain lines for `write`. `tick` may be called from another thread, often: it writes a line when one is due."""
+    """Plain lines for `write`. `tick` may be called from another thread, often: it writes a line when one is due.
 
-    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    `every_s`: between two lines of one phase; None: `EVERY_S`.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        every_s: float | None = None,
+    ) -> None:
         self._write, self._clock = write, clock
+        self._every_s = EVERY_S if every_s is None else every_s
         self._lock = threading.Lock()
         self._phase = self._counted = ""
         self._begin_s = self._last_s = clock()
 
     def begin(self, phase: str) -> None:
         with self._lock:
+            self._tell_end()
             self._phase, self._counted = phase, ""
             self._begin_s = self._last_s = self._clock()
             self._write(phase)
@@ -69,7 +82,12 @@ class Lines:
     def count(self, done: int, total: int, newest: str = "") -> None:
         with self._lock:
             self._counted = f": {done} of {total}{f', {newest}' if newest else ''}"
-            self._say(due=done == total)
+            self._tell()
+
+    def end(self) -> None:
+        """The last phase has ended as it should."""
+        with self._lock:
+            self._tell_end()
 
     def clear(self) -> None:
         """An empty line, in place of the last one."""
@@ -79,13 +97,19 @@ class Lines:
     def tick(self) -> None:
         """Writes a line when the last one is old."""
         with self._lock:
-            self._say(due=False)
+            self._tell()
 
-    def _say(self, *, due: bool) -> None:
+    def _tell(self) -> None:
         now_s = self._clock()
-        if self._phase and (due or now_s - self._last_s >= EVERY_S):
+        if self._phase and now_s - self._last_s >= self._every_s:
             self._last_s = now_s
             self._write(f"{self._phase}{self._counted} ({now_s - self._begin_s:.0f} s)")
+
+    def _tell_end(self) -> None:
+        seconds = self._clock() - self._begin_s
+        if self._phase and seconds >= _SHORT_S:
+            self._write(f"{self._phase}: done in {seconds:.0f} s")
+        self._phase = ""
 
 
 class _Bar:
@@ -128,12 +152,14 @@ def show_progress(*, shown: bool = True, write: Callable[[str], None] | None = N
         with rich.progress.Progress(*columns, console=console, transient=True) as bar:
             yield _Bar(bar)
         return
-    lines = plain_lines() if write is None else Lines(write)
+    every_s = _REPLACED_EVERY_S if console.is_jupyter else None
+    lines = plain_lines() if write is None else Lines(write, every_s=every_s)
     ended = threading.Event()
     heart = threading.Thread(target=_beat, args=(lines, ended), name="jaxserve-progress", daemon=True)
     heart.start()
     try:
         yield lines
+        lines.end()
     finally:
         ended.set()
         heart.join()

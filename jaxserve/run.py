@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
 
@@ -76,16 +76,23 @@ def run_command(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object per result on stdout.")] = False,
     echo: Annotated[bool, typer.Option("--echo", help="The text begins with the prompt.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the log beside answers, not its warnings alone.")
+    ] = False,
 ) -> int:
     """Answer prompts (--prompt, --input) and exit, or serve the ports of a config; see also `jaxserve serve MODEL`."""
     resolved = load_config(config, with_model(set_, model))
-    set_up_logging(resolved.config.runtime)
+    answers = bool(prompt) or input_ is not None
+    attends = resolved.config.hosts.process_id > 0
+    set_up_logging(
+        resolved.config.runtime, warnings_alone=answers and not attends and not verbose and not _asks_for_log(resolved)
+    )
     _check_hosts(resolved)
-    if resolved.config.hosts.process_id > 0:
+    if attends:
         return _attend(resolved)  # the same command on every host: prompts and ports are for process 0
     flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     sampling = {name: value for name, value in flags.items() if value is not None}
-    if not prompt and input_ is None:
+    if not answers:
         given = {"output": output is not None, "journal": journal is not None}
         others = {"chat": chat, "picture": bool(picture), "json": json_, "echo": echo, **given}
         return _serve(resolved, [*sampling, *(name for name, given in others.items() if given)])
@@ -180,6 +187,11 @@ def serve_command(
     return _serve(resolved, (), tell=resolved.config.runtime.log_format == "text")
 
 
+def _asks_for_log(resolved: ResolvedConfig) -> bool:
+    """Whether the config says what is to be logged, or that programs read it."""
+    return resolved.sources["runtime.log_level"] != "default" or resolved.config.runtime.log_format != "text"
+
+
 def _check_hosts(resolved: ResolvedConfig) -> None:
     if resolved.config.hosts != HostsConfig():
         from jaxserve.hosts import check_hosts  # gRPC: not needed by one process that answers prompts
@@ -213,7 +225,7 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str], *, tell: bool
     check_tracing(resolved.config.runtime)
     with (
         hold_ports(serve) as ports,  # and so is a port that is in use
-        _built(resolved) as assembly,
+        _built(resolved, logger.info) as assembly,
         observe_requests(assembly.engine, resolved.config.runtime),
     ):
         handoff = None if assembly.pages is None else HandoffSetup(resolved.config.handoff, assembly.pages)
@@ -244,11 +256,15 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str], *, tell: bool
 
 
 @contextlib.contextmanager
-def _built(resolved: ResolvedConfig) -> "Iterator[Assembly]":
-    """The engine, and what doors need beside it. Other processes of a service over several hosts end with the block."""
+def _built(resolved: ResolvedConfig, write: Callable[[str], None] | None = None) -> "Iterator[Assembly]":
+    """The engine, and what doors need beside it. Other processes of a service over several hosts end with the block.
+
+    `write`: takes the lines of the start where no terminal is; None: they are for people, so they go to stderr where
+    the log does not show them.
+    """
     resolve_model_path(resolved.config.model.path)  # a name that is no directory is told before JAX is loaded
     with contextlib.ExitStack() as stack:
-        with _progress(resolved) as progress:
+        with _progress(resolved, write) as progress:
             from jaxserve.assemble import assemble  # JAX takes seconds, which a wrong option need not cost
 
             if resolved.config.hosts.coordinator is None:
@@ -262,16 +278,16 @@ def _built(resolved: ResolvedConfig) -> "Iterator[Assembly]":
 
 def _attend(resolved: ResolvedConfig) -> int:
     with contextlib.ExitStack() as start:
-        progress = start.enter_context(_progress(resolved))
+        progress = start.enter_context(_progress(resolved, logger.info))
         from jaxserve.assemble.many_hosts import attend
 
         return attend(resolved, progress, on_ready=start.close)
 
 
 @contextlib.contextmanager
-def _progress(resolved: ResolvedConfig) -> Iterator[Progress]:
+def _progress(resolved: ResolvedConfig, write: Callable[[str], None] | None) -> Iterator[Progress]:
     """Begun before JAX is imported, which takes seconds."""
-    with show_progress(write=logger.info) as progress:
+    with show_progress(write=write) as progress:
         progress.begin(f"starting with model {resolved.config.model.path}: loading JAX")
         yield progress
 

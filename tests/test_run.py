@@ -16,7 +16,7 @@ import pytest
 import yaml
 from fake_parts import Fakes
 
-from jaxserve import __version__, cli, run
+from jaxserve import __version__, assemble, cli, run
 from jaxserve.api import SamplingParams
 from jaxserve.client import Client, RequestFailed, Retries
 from jaxserve.errors import Status
@@ -101,6 +101,35 @@ def test_for_people(call: Call) -> None:
     code, out, _ = call("--prompt", "[b]abc[/b]:smile:", "--max-tokens", "3", "--echo")
     assert code == 0
     assert out == "> [b]abc[/b]:smile:\n[b]abc[/b]:smile:;<=\n(3 tokens, length)\n\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "has_log"),
+    [
+        ([], False),
+        (["-v"], True),
+        (["--set", "runtime.log_level=info"], True),
+        (["--set", "runtime.log_format=json"], True),
+        (["-v", "--set", "runtime.log_level=error"], False),
+    ],
+)
+def test_the_log_is_for_those_who_ask_for_it(
+    call: Call, fakes: Fakes, monkeypatch: pytest.MonkeyPatch, options: list[str], has_log: bool
+) -> None:
+    """Warnings are shown to all who do not ask for errors alone."""
+
+    def build(config: Any, progress: Any) -> Any:
+        logger = logging.getLogger("jaxserve.x")
+        logger.info("some detail")
+        logger.warning("some danger")
+        return fakes.build_devices(config, progress)
+
+    monkeypatch.setattr(assemble, "build_devices", build)
+    code, _, err = call("--prompt", "a", "--max-tokens", "2", *options)
+    assert code == 0
+    assert ("some detail" in err) == has_log
+    assert ("some danger" in err) == ("runtime.log_level=error" not in options)
+    assert "building the fake" in err, "what a start waits for is told to all"
 
 
 def test_chat(call: Call) -> None:

@@ -32,6 +32,10 @@ COMMANDS = {
         "jaxserve.run:run_command",
         "Answer prompts (--prompt, --input) and exit, or serve the ports of a config; see also `jaxserve serve MODEL`.",
     ),
+    "chat": Command(
+        "jaxserve.cli.chat:chat_command",
+        "Talk with a model on the terminal, or in a pipe: each line of stdin is a turn.",
+    ),
     "bench": Command("jaxserve.lab.bench.cli:app", "Measure an endpoint, or a model in this process."),
     "simulate": Command(
         "jaxserve.lab.simulation.cli:simulate_command",

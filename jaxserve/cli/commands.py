@@ -9,6 +9,7 @@ import platform
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -23,6 +24,7 @@ from jaxserve.errors import ConfigError, Status
 from jaxserve.new_directory import new_directory
 from jaxserve.progress import show_progress
 
+_ASK_AGAIN_S = 0.2
 _LOGGING = ("runtime.log_level", "runtime.log_format")
 _ROUTER_READS = ("route", "serve", "sched.max_waiting", *_LOGGING)
 _SERVERS_ALONE = (
@@ -259,7 +261,7 @@ def steps_command(log: Annotated[Path, typer.Argument(help="Step log, as runtime
 
 
 def health_command(
-    address: Annotated[str, typer.Argument(help="HOST:PORT of a server or a router.")],
+    address: Annotated[str, typer.Argument(help="HOST:PORT of gRPC, or http://HOST:PORT, of a server or a router.")],
     service: Annotated[str, typer.Option(help="Name of the health service; 'live': worth keeping.")] = "",
     timeout: Annotated[float, typer.Option(min=0.001, max=1e6, help="Seconds to wait for the answer.")] = 5.0,
     wait: Annotated[
@@ -281,16 +283,42 @@ def health_command(
         raise ConfigError("the address is ''; give HOST:PORT of a server or a router")
     if ca is None and (certificate, key, server_name) != (None, None, None):
         raise ConfigError("--certificate, --key and --server-name are for servers with TLS; add --ca FILE")
+    if "://" in address:
+        if service not in ("", "live") or (certificate, key, server_name) != (None, None, None):
+            raise ConfigError(
+                "over HTTP there is --service live, and of the options for TLS --ca; leave out the others"
+            )
+        return _health_over_http(address, "/live" if service else "/health", timeout, wait=wait, ca=ca)
     tls = Tls(ca=ca, certificate=certificate, key=key, server_name=server_name) if ca is not None else None
     with Client(address, tls=tls) as client:
         try:
             serving = client.check_health(service, timeout_s=timeout, wait_for_ready=wait)
         except RequestFailed as error:
             silent = error.status in (Status.UNAVAILABLE, Status.DEADLINE)
-            print(f"{'NO_ANSWER' if silent else 'ERROR'} from {address}: {one_line(error)}")
+            hint = f"; if it is a port of HTTP, ask http://{address}" if "SETTINGS" in str(error) else ""
+            print(f"{'NO_ANSWER' if silent else 'ERROR'} from {address}: {one_line(error)}{hint}")
             return 1
     print("SERVING" if serving else "NOT_SERVING")
     return 0 if serving else 1
+
+
+def _health_over_http(address: str, route: str, timeout_s: float, *, wait: bool, ca: Path | None) -> int:
+    from jaxserve.cli.http_call import call, http_url
+
+    url, end_s = http_url(address, route), time.monotonic() + timeout_s
+    while True:
+        left_s = max(end_s - time.monotonic(), 0.001)
+        try:
+            with call(url, tls_ca=None if ca is None else str(ca), timeout_s=left_s, good=(200, 503)) as answer:
+                serving = answer.status == 200
+        except ConfigError as error:
+            if not wait or time.monotonic() >= end_s:
+                print(f"NO_ANSWER from {address}: {one_line(error)}")
+                return 1
+            time.sleep(min(_ASK_AGAIN_S, left_s))
+            continue
+        print("SERVING" if serving else "NOT_SERVING")
+        return 0 if serving else 1
 
 
 def top_command(

@@ -4,12 +4,7 @@ Every server that can be scraped can be watched, from anywhere, with nothing of 
 are those between two scrapes, so the first view shows them since the server's start, and says so.
 """
 
-import http.client
-import ssl
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -21,10 +16,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from jaxserve.cli.http_call import call, http_url
 from jaxserve.errors import ConfigError
 
 _PREFIX = "jaxserve:"
-_TIMEOUT_S = 10.0
 _PAIR_WIDTH = 26  # of a figure with its name, in characters
 _LATENCIES = {
     "TTFT": "time_to_first_token_seconds",
@@ -84,47 +79,13 @@ def fetch(url: str, api_key: str | None, tls_ca: str | None = None) -> Scrape:
     `tls_ca`: PEM file of the authorities of an https server; without it those of the system. Raises ConfigError,
     saying what is wrong.
     """
-    address = metrics_url(url)
-    request = urllib.request.Request(address)
-    if api_key is not None:
-        # The bytes of the file: servers compare bytes, and http.client writes each character as one.
-        request.add_header("authorization", f"Bearer {api_key}".encode().decode("latin-1"))
-    context = _tls_context(tls_ca) if address.startswith("https://") else None
-    try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as answer:
-            return parse_scrape(answer.read().decode(), time.monotonic())
-    except urllib.error.HTTPError as error:
-        with error:
-            hint = "; give the key's file with --api-key-file" if error.code == 401 else ""
-        raise ConfigError(f"{address} answers {error.code} {error.reason}{hint}") from error
-    except (http.client.HTTPException, UnicodeError) as error:
-        raise ConfigError(f"what {address} answers is no HTTP; is it the HTTP port of jaxserve?") from error
-    except OSError as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise ConfigError(
-            f"{address} does not answer: {reason}; is serve.http.port set, and is it this one?"
-        ) from error
-
-
-def _tls_context(tls_ca: str | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=tls_ca)
-    except OSError as error:
-        raise ConfigError(f"--tls-ca: cannot read {tls_ca}: {error}") from error
+    with call(metrics_url(url), api_key=api_key, tls_ca=tls_ca) as answer:
+        return parse_scrape(answer.read().decode(), time.monotonic())
 
 
 def metrics_url(given: str) -> str:
     """'localhost:8000' -> 'http://localhost:8000/metrics'. Raises ConfigError for anything but an address."""
-    url = given if "://" in given else f"http://{given}"
-    problem = ConfigError(f"{given!r} is no address; give HOST:PORT or http://HOST:PORT")
-    try:
-        parts = urllib.parse.urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError as error:  # such as a port that is no number
-        raise problem from error
-    if not is_address or any(character <= " " for character in url):
-        raise problem
-    return url if parts.path.endswith("/metrics") else url.rstrip("/") + "/metrics"
+    return http_url(given, "/metrics")
 
 
 def percentile(now: Scrape, before: Scrape | None, name: str, share: float) -> float | None:

@@ -20,13 +20,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.structured_output import StructuredOutput
 from jaxserve.text.base import Tokenizer
-from jaxserve.text.json_schema import enforceable, name_of, schemas_in
+from jaxserve.text.json_schema import enforceable, name_of, schemas_in, white_space
 from jaxserve.text.schema_fault import find_fault
 from jaxserve.text.trial import Trial
 
 _CACHED_GRAMMARS = 64
-# Without a bound a model at a high temperature can fill all its tokens with white space.
-_JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"[ \t\n]{0,32}"}
 _EMBEDDED = "%json "  # before a schema within a grammar
 _ANY_OBJECT = '{"type":"object"}'
 _ANCHORS = ("\n", "a", ".")  # many tokenizers put a space before the first word, and none after one of these
@@ -336,8 +334,10 @@ def _matcher(vocabulary: Vocabulary, source: str) -> LLMatcher:
 def _schema_source(schema: str) -> str:
     """Raises InvalidRequest for a text that is no schema."""
     try:
-        return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)  # pyright: ignore[reportArgumentType]
-    except ValueError as error:
+        has_options = '"x-guidance"' in schema
+        defaults: Any = white_space(json.loads(schema) if has_options else None)
+        return LLMatcher.grammar_from_json_schema(schema, defaults=defaults)
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the json_schema cannot be read: {error}") from error
 
 

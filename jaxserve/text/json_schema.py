@@ -25,6 +25,9 @@ _NAMED_SCHEMAS = frozenset(
     {"properties", "patternProperties", "dependentSchemas", "dependencies", "$defs", "definitions"}
 )
 _DATA = frozenset({"enum", "const", "default", "examples", "x-guidance"})  # keywords whose values are no schemas
+# Models write a blank behind a comma and a colon, or none. Left free, one can fill an answer with white space.
+_COMPACT: dict[str, Any] = {"whitespace_pattern": "", "item_separator": ", ?", "key_separator": ": ?"}
+_ABOUT_SPACE = frozenset({*_COMPACT, "whitespace_flexible"})
 _CHANGED = ('"uniqueItems"', '"format"', '"propertyNames"', '"exclusive')
 _ANNOTATIONS = frozenset({"title", "description", "$comment", "examples", "default", "deprecated", "format"})
 _MOST_MOVED = 2**40  # above, twelve digits more are not exact in 64 bits, and the step is large
@@ -42,6 +45,21 @@ def enforceable(schema: str) -> str:
         return json.dumps(root)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"the json_schema cannot be read: {error}") from error
+
+
+def white_space(schema: Any) -> dict[str, Any]:
+    """llguidance's options for the white space of texts that fit the schema; empty if its own `x-guidance` has some."""
+    options = schema.get("x-guidance") if isinstance(schema, Mapping) else None
+    has_own = isinstance(options, Mapping) and not _ABOUT_SPACE.isdisjoint(options)
+    return {} if has_own else dict(_COMPACT)
+
+
+def compact(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with these options in it, as one within a grammar has to have them."""
+    options = schema.get("x-guidance", {})
+    if not isinstance(options, Mapping):  # llguidance judges it
+        return dict(schema)
+    return {**schema, "x-guidance": {**white_space(schema), **options}}
 
 
 def _change(part: dict[str, Any]) -> None:

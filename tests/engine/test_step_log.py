@@ -319,7 +319,7 @@ def test_the_end_of_the_program_ends_the_log(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     command = [sys.executable, str(ROOT / "tests" / "fake_parts.py"), "--set", f"runtime.step_log={path}"]
     done = subprocess.run(
-        [*command, "--prompt", "abc", "--max-tokens", "5"],
+        [*command, "--prompt", "abc", "--max-tokens", "5", "-v"],
         capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

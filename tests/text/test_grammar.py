@@ -5,6 +5,7 @@ import random
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structured_cases import check_text, schema
@@ -16,6 +17,7 @@ from jaxserve.testing import ByteTokenizer
 from jaxserve.text import load_tokenizer
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.grammar import GrammarCompiler, TextGrammar
+from jaxserve.text.json_schema import compact
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "tokenizers"
 KINDS = ("bytes", "demo", "spm_bpe", "spm_bpe_legacy", "spm_unigram", "llama3", "qwen", "metaspace")
@@ -58,6 +60,17 @@ def walk(tokenizer: Tokenizer, grammar: TextGrammar, rng: random.Random, most: i
         matcher.accept(token_id)
         assert matcher.tokens == ids
     return ids, False
+
+
+def takes(form: StructuredOutput, text: str) -> bool:
+    """Whether the whole text fits the form."""
+    tokenizer = ByteTokenizer()
+    matcher = compiler_of(tokenizer).compile(form).start()
+    for byte in text.encode():
+        if byte not in bits_of(matcher.mask):
+            return False
+        matcher.accept(byte)
+    return tokenizer.eos_token_id in bits_of(matcher.mask)
 
 
 def text_of(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -165,13 +178,45 @@ def test_any_object() -> None:
         assert not ended or isinstance(json.loads(text_of(tokenizer, ids)), dict)
 
 
-def test_white_space_has_an_end() -> None:
-    tokenizer = ByteTokenizer()
-    matcher = compiler_of(tokenizer).compile(StructuredOutput(json_object=True)).start()
-    matcher.accept(ord("{"))
-    for _ in range(32):
-        matcher.accept(ord(" "))
-    assert ord(" ") not in bits_of(matcher.mask) and ord("}") in bits_of(matcher.mask)
+_DENSE, _USUAL = '{"a":1,"b":[2,3]}', '{"a": 1, "b": [2, 3]}'
+_SPACED = ('{ "a": 1, "b": [2, 3]}', '{"a" : 1, "b": [2, 3]}', '{"a":  1, "b": [2, 3]}', '{"a": 1,\n"b": [2, 3]}')
+
+
+@pytest.mark.parametrize(
+    ("options", "right"),
+    [
+        (None, {_DENSE, _USUAL}),
+        ({}, {_DENSE, _USUAL}),
+        ({"lenient": True}, {_DENSE, _USUAL}),
+        ({"whitespace_flexible": False}, {_DENSE}),
+        ({"whitespace_flexible": True}, {_DENSE, _USUAL, *_SPACED}),
+        ({"whitespace_pattern": " ?"}, {_DENSE, _USUAL, *_SPACED[:2]}),
+    ],
+)
+@pytest.mark.parametrize("within_a_grammar", [False, True])
+def test_json_is_compact_unless_the_schema_has_options_of_white_space(
+    options: dict[str, Any] | None, right: set[str], within_a_grammar: bool
+) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "integer"}}},
+        "required": ["a", "b"],
+        **({} if options is None else {"x-guidance": options}),
+    }
+    form = StructuredOutput(json_schema=json.dumps(schema))
+    if within_a_grammar:
+        form = StructuredOutput(grammar=f"start: %json {json.dumps(compact(schema))}")
+    assert {text for text in (_DENSE, _USUAL, *_SPACED) if takes(form, text)} == right
+
+
+def test_any_object_is_compact() -> None:
+    form = StructuredOutput(json_object=True)
+    assert [takes(form, text) for text in (_DENSE, _USUAL, *_SPACED)] == [True, True, False, False, False, False]
+
+
+def test_options_that_are_no_object_are_left_to_llguidance() -> None:
+    schema = {"type": "object", "x-guidance": 5}
+    assert compact(schema) == schema
 
 
 @pytest.mark.parametrize("kind", ["demo", "spm_bpe", "llama3"])

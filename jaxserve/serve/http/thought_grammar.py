@@ -10,9 +10,8 @@ from typing import Any
 
 from jaxserve.serve.http.formats import ThinkingFormat
 from jaxserve.structured_output import StructuredOutput
-from jaxserve.text.json_schema import enforceable, name_of, named
+from jaxserve.text.json_schema import compact, enforceable, name_of, named
 
-_SPACE = {"whitespace_pattern": r"[ \t\n]{0,32}"}  # as in constraints without a thought
 _MOST_CHOICES = 64  # as alternatives of a grammar, thousands would be too many
 
 
@@ -51,7 +50,7 @@ def _rules(wanted: StructuredOutput, is_ours: bool) -> str | None:
 
 
 def json_rule(schema: Any) -> str:
-    """A JSON schema as grammars have it, with the white space that is allowed elsewhere unless it has its own."""
+    """A JSON schema as grammars have it."""
     if isinstance(schema, Mapping):
-        schema = {"x-guidance": _SPACE, **(schema if name_of(schema) else named(schema, "json_schema"))}
+        schema = compact(schema if name_of(schema) else named(schema, "json_schema"))
     return enforceable(json.dumps(schema))

@@ -34,10 +34,8 @@ from jaxserve.serve.http.responses import as_fields
 from jaxserve.serve.http.sampling import answer_schema, schema_output
 from jaxserve.structured_output import StructuredOutput
 from jaxserve.text import ChatTemplate, Tokenizer
-from jaxserve.text.json_schema import check_formats, enforceable, named
+from jaxserve.text.json_schema import check_formats, compact, enforceable, named
 
-# Models write a blank after a comma and a colon, or none. Left free, one can fill an answer with white space.
-_COMPACT: dict[str, Any] = {"whitespace_pattern": "", "item_separator": ", ?", "key_separator": ": ?"}
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -105,13 +103,16 @@ def plan_tools(body: ChatRequest, tool_format: ToolFormat, template: ChatTemplat
         name = _known(choice.function.name, tools)
         _check_strict({name: functions[name]}, strict)
         return ToolUse(
-            shown=shown, forced=_compact(functions[name]), make=lambda: NumberedCalls(NamedParser(name)), is_free=False
+            shown=shown,
+            forced=schema_output(functions[name]),
+            make=lambda: NumberedCalls(NamedParser(name)),
+            is_free=False,
         )
     if choice == "required":
         _check_strict(functions, strict)
         schema = _list_schema(functions, 1 if body.parallel_tool_calls is False else None)
         return ToolUse(
-            shown=shown, forced=_compact(schema), make=lambda: NumberedCalls(ListParser(functions)), is_free=False
+            shown=shown, forced=schema_output(schema), make=lambda: NumberedCalls(ListParser(functions)), is_free=False
         )
     answer = _answer_schema(body)
     if answer is not None and (tool_format.grammar is None or has_special_tags):
@@ -155,8 +156,7 @@ def _grammar(
         return None
     _check_strict(functions, strict)
     schemas = {
-        name: _enforceable({"x-guidance": _COMPACT, **(parameters if name in strict else _ANY_ARGUMENTS)})
-        for name, parameters in functions.items()
+        name: _enforceable(parameters if name in strict else _ANY_ARGUMENTS) for name, parameters in functions.items()
     }
     return StructuredOutput(grammar=tool_format.grammar(schemas, None if answer is None else _enforceable(answer)))
 
@@ -173,7 +173,7 @@ def _schema_name(name: str) -> str:
 
 
 def _enforceable(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return json.loads(enforceable(json.dumps(schema)))
+    return json.loads(enforceable(json.dumps(compact(schema))))
 
 
 def _known(name: str, names: Collection[str]) -> str:
@@ -181,11 +181,6 @@ def _known(name: str, names: Collection[str]) -> str:
     if name not in names:
         raise InvalidRequest(f"tool_choice names {name!r:.80}, but tools has {', '.join(names)}")
     return name
-
-
-def _compact(schema: Mapping[str, Any]) -> StructuredOutput:
-    """Text that fits the schema, without runs of white space unless the schema says how they are to be."""
-    return schema_output({"x-guidance": _COMPACT, **schema})
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:
