@@ -3,6 +3,8 @@
     PYTHONPATH=. python scripts/device_check.py --json benchmarks/device_check_h200.json                 on a GPU
     PYTHONPATH=. python scripts/device_check.py --backend tpu --json benchmarks/device_check_v5e.json    on a TPU
 
+With `--server` it starts engines instead, and measures what a card does with them: see `device_server.py`.
+
 It also measures the ceilings of the device (copy bandwidth, bf16 matrix rate). A case that fails, crashes or hangs is a
 line of the result, and the next one runs. Cases that the budget did not reach are listed. Beside the times of a TPU
 stand those that `kernel_ledger` has counted.
@@ -416,11 +418,17 @@ def main() -> None:
     parser.add_argument("--patience-s", type=float, help="seconds a kernel may run before it counts as hung")
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git's folder")
     parser.add_argument("--resume", action="store_true", help="keep what the .jsonl already holds")
+    parser.add_argument("--server", action="store_true", help="start engines on the card and measure their steps")
+    parser.add_argument("--shape", default="llama3.1-8b", help="with --server: of configs/shapes, or a folder")
     parser.add_argument("--worker", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker is not None:
         serve(Worker(Turns(args.worker)).handle)
         return
+    if args.server:
+        import device_server  # an engine needs libraries that the checks of kernels do without
+
+        sys.exit(device_server.check(args.json, args.backend, args.shape, resume=args.resume, budget_s=args.budget_s))
     heed_termination()
     sys.exit(run(args))
 
