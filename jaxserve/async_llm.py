@@ -247,12 +247,12 @@ class AsyncLLM(FrontDoor):
     async def shutdown(self, drain_s: float = 30.0) -> None:
         """Refuses new requests, gives the running ones `drain_s` seconds, ends what is left, and ends the thread.
 
-        May be called again, which does nothing more.
+        Weights and pages are given back at once. May be called again, which does nothing more.
         """
         try:
             await asyncio.to_thread(self._engine.drain, drain_s)
         finally:
-            await asyncio.to_thread(self._engine.stop)
+            await asyncio.to_thread(self._end)
             self._streams.close()
 
     async def _stream(self, prepare: Callable[[], Request]) -> AsyncGenerator[Update, None]:

@@ -138,12 +138,13 @@ class LLM(FrontDoor):
             raise
 
     def close(self) -> None:
-        """Ends the step log and the builds in the background, once the calls of other threads have ended.
+        """Gives back weights and pages at once, ends the step log and the builds in the background.
 
-        Streams that are not being read end where they are. Other methods raise EngineStopped from now on; this one may
-        be called again. `with LLM(...) as llm:` does it at the end of the block. Without it both end with the process.
+        Waits until the calls of other threads have ended; streams that are not being read end where they are. Other
+        methods raise EngineStopped from now on; this one may be called again. `with LLM(...) as llm:` does it at the
+        end of the block, so that the next model has the whole device. Without it all ends with the process.
         """
-        self._turns.close(self._engine.stop)
+        self._turns.close(self._end)
 
     def __enter__(self) -> Self:
         return self

@@ -177,6 +177,12 @@ class FrontDoor:
         """The recommendations of the checkpoint's generation_config.json; the rest as in `SamplingParams()`."""
         return SamplingParams.from_dict(self._assembly.sampling_defaults)
 
+    def _end(self) -> None:
+        """Ends the engine and all that it started, and frees its weights and pages, though somebody may still hold
+        them. Once; takes as long as the step that runs."""
+        self._engine.stop()
+        self._assembly.weights.release()
+
     def _sampling(self, given: SamplingParams | None) -> SamplingParams:
         """Those that a caller gave, or the defaults. Raises InvalidRequest for anything else."""
         if given is None:
