@@ -64,6 +64,7 @@ class LLM(FrontDoor):
 
     Calls of several threads run in one batch. `sleep` and `close` wait until those of other threads have ended, and
     keep new ones waiting. A stream that is not being read is no such call: its request goes on with whatever runs.
+    In a child that was forked all raise ForkedProcess.
     """
 
     def _start(self, resolved: ResolvedConfig, scheduler: "SchedulerChoice | None", *, progress: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from jaxserve.engine import AnyEngine
 from jaxserve.errors import EngineStopped
+from jaxserve.offline.forks import Maker
 
 _PAUSE_S = 0.1  # the longest sleep for work that waits: interrupts are checked between two
 
@@ -25,6 +26,7 @@ class Turns:
 
     def __init__(self, engine: AnyEngine) -> None:
         self.engine = engine
+        self._maker = Maker()  # looked at before any lock: those of a child may be held by threads that it has not
         # `_stepping` is held for a step, and `_door` by the next thread that wants one: whoever has just had a step
         # finds the door shut, and so does not take them all.
         self._door, self._stepping = threading.RLock(), threading.RLock()
@@ -35,7 +37,9 @@ class Turns:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Around a call that may step. Waits while another thread is `alone`. Raises EngineStopped after `close`."""
+        """Around a call that may step. Waits while another thread is `alone`. Raises EngineStopped after `close`, and
+        ForkedProcess."""
+        self._maker.check()
         with self._changed:
             self._changed.wait_for(lambda: not self._is_alone)
             self._check_open()
@@ -50,13 +54,17 @@ class Turns:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Around a call that begins when those of other threads have ended, and that new ones wait for. A stream that
-        nobody reads at the moment is no call. Raises EngineStopped after `close`."""
+        nobody reads at the moment is no call. Raises EngineStopped after `close`, and ForkedProcess."""
+        self._maker.check()
         with self._exclusive():
             self._check_open()
             yield
 
     def close(self, end: Callable[[], None]) -> None:
-        """Calls `end` when the calls of other threads have ended; new ones raise EngineStopped. Again: does nothing."""
+        """Calls `end` when the calls of other threads have ended; new ones raise EngineStopped. Again, and
+        in a child that was forked: does nothing."""
+        if not self._maker.is_here:
+            return
         with self._exclusive():
             if not self._closed:
                 self._closed = True
@@ -95,8 +103,9 @@ class Turns:
         """Steps until requests that were aborted have ended, as `done` says, and what was launched for them, too.
 
         Inside of a step of the same thread, where Python may end a generator, it does nothing: the next one ends them.
+        Nor does it in a child that was forked.
         """
-        if self._stepper == threading.get_ident():
+        if self._stepper == threading.get_ident() or not self._maker.is_here:
             return
         engine = self.engine
         while engine.failure is None and not done() and self.step(done):
