@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from jaxserve.content import MAX_DIGEST_BYTES, Adapter, ContentSpan, PlacedPicture
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.structured_output import Grammar, StructuredOutput
+from jaxserve.structured_output import Grammar, StructuredFields, StructuredOutput
 
 __all__ = [
     "MAX_BAD_WORDS",
@@ -117,6 +117,16 @@ class Pooling(enum.StrEnum):
                 return range(1)
 
 
+if TYPE_CHECKING:
+
+    class _StructuredField:
+        """What may be given for `SamplingParams.structured`, and what it is from then on."""
+
+        def __get__(self, params: object, kind: object) -> StructuredOutput | None: ...
+
+        def __set__(self, params: object, value: StructuredOutput | StructuredFields | None) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen and when generation stops. Names and defaults are vLLM's.
@@ -177,7 +187,10 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
-    structured: StructuredOutput | None = None
+    if TYPE_CHECKING:
+        structured: _StructuredField = _StructuredField()
+    else:
+        structured: StructuredOutput | None = None
 
     if not TYPE_CHECKING:  # type checkers read the fields
 

@@ -15,6 +15,7 @@ from jaxserve.config import ResolvedConfig
 from jaxserve.engine import AsyncEngine, Prompt, Update, encode_pairs, make_pairs, need_reranker
 from jaxserve.offline import prepare_chat
 from jaxserve.offline.arguments import refuses_unknown
+from jaxserve.offline.forks import Maker
 from jaxserve.offline.front_door import FrontDoor
 
 if TYPE_CHECKING:
@@ -34,11 +35,12 @@ class AsyncLLM(FrontDoor):
 
     `AsyncLLM(model)` and `AsyncLLM.from_config(file)` take what `LLM` takes. Both load and compile before they return,
     so a running event loop calls them through `asyncio.to_thread`. Generation runs on a thread of its own until
-    `shutdown`.
+    `shutdown`. All methods raise ForkedProcess in a child that was forked since.
     """
 
     def _start(self, resolved: ResolvedConfig, scheduler: "SchedulerChoice | None", *, progress: bool) -> None:
         super()._start(resolved, scheduler, progress=progress)
+        self._maker = Maker()
         self._streams = AsyncEngine(self._engine)
         self._engine.start()
 
@@ -78,6 +80,7 @@ class AsyncLLM(FrontDoor):
         Raises, when first asked for an update, InvalidRequest and its kin, QueueFull or EngineStopped; DeadlineExceeded
         when `timeout_s` is over.
         """
+        self._maker.check()
         sampling = self._sampling(sampling_params)
         options = RequestOptions(
             request_id=request_id,
@@ -113,6 +116,7 @@ class AsyncLLM(FrontDoor):
         refuse_special_text: bool = False,
     ) -> AsyncGenerator[Update, None]:
         """Answers one conversation. Arguments as in `generate` and `LLM.chat`; yields and raises as `generate` does."""
+        self._maker.check()
         sampling = self._sampling(sampling_params)
         options = RequestOptions(
             request_id=request_id,
@@ -155,6 +159,7 @@ class AsyncLLM(FrontDoor):
 
         A cancel aborts it. Raises InvalidRequest and its kin, QueueFull or EngineStopped.
         """
+        self._maker.check()
         return await self._streams.embed(
             prompt,
             RequestOptions(request_id=request_id, priority=priority),
@@ -179,6 +184,7 @@ class AsyncLLM(FrontDoor):
         `request_id` begins the ids of the requests. A cancel aborts them. Raises UnsupportedOption for a model that is
         not known to judge, InvalidRequest and its kin, QueueFull or EngineStopped.
         """
+        self._maker.check()
         reranker, tokenizer = need_reranker(self._engine.model.reranker), self._engine.tokenizer
         assert tokenizer is not None, "a reranker has been made with one"
         pairs = make_pairs(queries, documents)
@@ -199,6 +205,7 @@ class AsyncLLM(FrontDoor):
 
     def abort(self, request_id: str) -> None:
         """Ends a request: its stream gets a last update with finish reason ABORT. An unknown id is ignored."""
+        self._maker.check()
         self._engine.abort(request_id)
 
     async def update_weights(
@@ -217,12 +224,14 @@ class AsyncLLM(FrontDoor):
         Raises CheckpointError, ConfigError or InvalidRequest for what does not fit, and CapacityError when the device
         has no room for both sets of weights; nothing has changed then.
         """
+        self._maker.check()
         return await asyncio.to_thread(self._assembly.weights.update, weights, version, policy)
 
     @refuses_unknown
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Gives back the device's memory, weights and pages, when the running requests have ended; new ones are refused
         from now on. `keep_weights`: they go to the host's memory."""
+        self._maker.check()
         await asyncio.to_thread(self._assembly.weights.sleep, keep_weights=keep_weights)
 
     async def wake_up(self, weights: "WeightSource | None" = None, *, version: str = "") -> None:
@@ -230,6 +239,7 @@ class AsyncLLM(FrontDoor):
 
         Raises as `update_weights`, and CapacityError when the device has no room; it sleeps on then.
         """
+        self._maker.check()
         await asyncio.to_thread(self._assembly.weights.wake_up, weights, version)
 
     async def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> None:
@@ -237,22 +247,27 @@ class AsyncLLM(FrontDoor):
 
         `replace`: those that run with an adapter of this name end with it.
         """
+        self._maker.check()
         adapters = self._assembly.adapters
         await asyncio.to_thread(adapters.load, name, path, self.model_name, replace=replace)
 
     def unload_adapter(self, name: str) -> None:
         """No request may name the adapter any more; those that run end with it. Raises UnknownModel."""
+        self._maker.check()
         self._assembly.adapters.unload(name, self.model_name)
 
     async def shutdown(self, drain_s: float = 30.0) -> None:
         """Refuses new requests, gives the running ones `drain_s` seconds, ends what is left, and ends the thread.
 
-        May be called again, which does nothing more.
+        Weights and pages are given back at once. May be called again, which does nothing more, as in a child that was
+        forked.
         """
+        if not self._maker.is_here:
+            return
         try:
             await asyncio.to_thread(self._engine.drain, drain_s)
         finally:
-            await asyncio.to_thread(self._engine.stop)
+            await asyncio.to_thread(self._end)
             self._streams.close()
 
     async def _stream(self, prepare: Callable[[], Request]) -> AsyncGenerator[Update, None]:

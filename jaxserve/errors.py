@@ -68,6 +68,10 @@ class StepLogError(UserError):
     """A step log cannot be read, is damaged, or does not fit the device that replays it."""
 
 
+class ForkedProcess(UserError):
+    """An engine is used, or made, in a child that was forked from a process in which JAX computes."""
+
+
 class InvalidRequest(UserError):
     """A request has a value outside what this server takes."""
 

@@ -6,6 +6,7 @@ same; an argument that would not do what vLLM's does is not accepted at all.
 
 import operator
 import os
+import threading
 from collections.abc import Collection, Generator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard
@@ -26,6 +27,7 @@ from jaxserve.offline import (
     Result,
     ScoringOutput,
     ScoringRequestOutput,
+    Turns,
     prepare_chat,
     prompt_text,
     run_jobs,
@@ -33,6 +35,7 @@ from jaxserve.offline import (
 )
 from jaxserve.offline.arguments import refuses_unknown
 from jaxserve.offline.front_door import FrontDoor
+from jaxserve.offline.turns import one_call
 
 if TYPE_CHECKING:
     from jaxserve.assemble import SchedulerChoice
@@ -55,14 +58,21 @@ Message = Mapping[str, Any]
 
 
 class LLM(FrontDoor):
-    """A loaded model that answers prompts, many at once. To be used by one thread at a time; asyncio has `AsyncLLM`.
+    """A loaded model that answers prompts, many at once. Threads may share one; asyncio has `AsyncLLM`.
 
     `LLM(model)` takes the names that vLLM has for its arguments, `LLM.from_config(file)` the settings of a config.
+
+    Calls of several threads run in one batch. `sleep` and `close` wait until those of other threads have ended, and
+    keep new ones waiting. A stream that is not being read is no such call: its request goes on with whatever runs.
+    In a child that was forked all raise ForkedProcess.
     """
 
     def _start(self, resolved: ResolvedConfig, scheduler: "SchedulerChoice | None", *, progress: bool) -> None:
         super()._start(for_batches(resolved), scheduler, progress=progress)
+        self._turns = Turns(self._engine)
+        self._changing = threading.Lock()  # held while the weights change, which one thread at a time may want
 
+    @one_call
     def update_weights(
         self, weights: "WeightSource", *, version: str, policy: Literal["finish", "recompute", "keep"] = "recompute"
     ) -> float:
@@ -77,20 +87,28 @@ class LLM(FrontDoor):
         Raises CheckpointError, ConfigError or InvalidRequest for what does not fit, and CapacityError when the device
         has no room for both sets of weights; nothing has changed then.
         """
-        return self._assembly.weights.update(weights, version, policy, self._drive)
+        with self._changing:
+            return self._assembly.weights.update(weights, version, policy, self._drive)
 
     @refuses_unknown
     def sleep(self, *, keep_weights: bool = True) -> None:
-        """Gives back the device's memory, weights and pages; `keep_weights`: they go to the host's memory."""
-        self._assembly.weights.sleep(self._drive, keep_weights=keep_weights)
+        """Gives back the device's memory, weights and pages; `keep_weights`: they go to the host's memory.
 
+        Waits until the calls of other threads and streams that have begun have ended.
+        """
+        with self._turns.alone():
+            self._assembly.weights.sleep(self._drive, keep_weights=keep_weights)
+
+    @one_call
     def wake_up(self, weights: "WeightSource | None" = None, *, version: str = "") -> None:
         """Takes the device again; other weights as in `update_weights`, which are needed where none were kept.
 
         Raises as `update_weights`, and CapacityError when the device has no room; it sleeps on then.
         """
-        self._assembly.weights.wake_up(weights, version, self._drive)
+        with self._changing:
+            self._assembly.weights.wake_up(weights, version, self._drive)
 
+    @one_call
     def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> None:
         """Reads a LoRA adapter in the form of PEFT, which prompts name as `adapter` from now on.
 
@@ -104,24 +122,30 @@ class LLM(FrontDoor):
         """
         self._assembly.adapters.load(name, path, self.model_name, replace=replace)
 
+    @one_call
     def unload_adapter(self, name: str) -> None:
         """No prompt may name the adapter any more. Raises UnknownModel."""
         self._assembly.adapters.unload(name, self.model_name)
 
     def _drive(self, changes: "Sequence[Future[float]]") -> None:
+        def done() -> bool:
+            return all(change.done() for change in changes)
+
         try:
-            while not all(change.done() for change in changes):
-                self._engine.step()
+            while not done():
+                self._turns.step(done)
         except BaseException as error:  # the weights may be half exchanged, so nothing may be drawn by them
             self._engine.fail(error)
             raise
 
     def close(self) -> None:
-        """Ends the step log and the builds in the background; no method may be called any more.
+        """Gives back weights and pages at once, ends the step log and the builds in the background.
 
-        `with LLM(...) as llm:` does it at the end of the block. Without it both end with the process.
+        Waits until the calls of other threads have ended; streams that are not being read end where they are. Other
+        methods raise EngineStopped from now on; this one may be called again. `with LLM(...) as llm:` does it at the
+        end of the block, so that the next model has the whole device. Without it all ends with the process.
         """
-        self._engine.stop()
+        self._turns.close(self._end)
 
     def __enter__(self) -> Self:
         return self
@@ -130,6 +154,7 @@ class LLM(FrontDoor):
         self.close()
 
     @refuses_unknown
+    @one_call
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -174,10 +199,11 @@ class LLM(FrontDoor):
             jobs.append(Job(request=request, prompt=prompt_text(prompt)))
         outputs = _Outputs("prompts", len(jobs))
         with BatchBar(len(jobs), shown=use_tqdm and bool(jobs)) as bar:
-            run_jobs(self._engine, jobs, outputs.take, bar.update)
+            run_jobs(self._engine, jobs, outputs.take, bar.update, self._turns)
         return outputs.all
 
     @refuses_unknown
+    @one_call
     def stream(
         self,
         prompt: Prompt | Sequence[Message],
@@ -199,7 +225,8 @@ class LLM(FrontDoor):
                 print(update.text, end="", flush=True)
 
         The model works while the next update is asked for. Leaving the loop early, or an interrupt, ends the request.
-        Other calls may come between two updates; they wait for nothing, and the stream goes on with them. With n > 1
+        Other calls may come between two updates, of this thread too: they wait for nothing, and the stream goes on with
+        them, so that its next updates are there at once; nobody has to read it to its end. With n > 1
         the updates of the sequences are mixed (`Update.index`). For many streams at once, and asyncio: `AsyncLLM`.
 
         Args:
@@ -226,12 +253,13 @@ class LLM(FrontDoor):
                 raise InvalidRequest("echo is for prompts; a conversation has none that it could begin with")
             template = self._engine.chat_template()
             job = prepare_chat(self._engine, template, prompt, sampling, options, variables=chat_template_kwargs)
-            return stream_updates(self._engine, job.request)
+            return stream_updates(self._turns, job.request)
         if chat_template_kwargs is not None:
             raise InvalidRequest("chat_template_kwargs are for conversations; the prompt is none")
-        return stream_updates(self._engine, self._engine.prepare(prompt, sampling, options))  # type: ignore[arg-type]
+        return stream_updates(self._turns, self._engine.prepare(prompt, sampling, options))  # type: ignore[arg-type]
 
     @refuses_unknown
+    @one_call
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -288,10 +316,11 @@ class LLM(FrontDoor):
             jobs.append(job)
         outputs = _Outputs("conversations", len(jobs))
         with BatchBar(len(jobs), shown=use_tqdm and bool(jobs)) as bar:
-            run_jobs(self._engine, jobs, outputs.take, bar.update)
+            run_jobs(self._engine, jobs, outputs.take, bar.update, self._turns)
         return outputs.all
 
     @refuses_unknown
+    @one_call
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -327,7 +356,7 @@ class LLM(FrontDoor):
             jobs.append(Job(request=request, prompt=prompt_text(prompt), form=form))
         outputs = _Outputs("prompts", len(jobs))
         with BatchBar(len(jobs), shown=use_tqdm and bool(jobs)) as bar:
-            run_jobs(self._engine, jobs, outputs.take, bar.update)
+            run_jobs(self._engine, jobs, outputs.take, bar.update, self._turns)
         embedded = []
         for output in outputs.all:
             assert output.embedding is not None, output.request_id
@@ -341,6 +370,7 @@ class LLM(FrontDoor):
         return embedded
 
     @refuses_unknown
+    @one_call
     def score(
         self,
         queries: str | Sequence[str],
@@ -385,7 +415,7 @@ class LLM(FrontDoor):
                     assert one.sampling is not None, one
                     jobs.append(Job(request=self._engine.prepare({"prompt_token_ids": one.prompt_ids}, one.sampling)))
                 outputs = _Outputs("documents", len(jobs))
-                run_jobs(self._engine, jobs, outputs.take, bar.update)
+                run_jobs(self._engine, jobs, outputs.take, bar.update, self._turns)
                 for (index, one), output in zip(waiting, outputs.all, strict=True):
                     request_ids[index] = output.request_id
                     for entry in output.outputs[0].logprobs or ():

@@ -6,12 +6,22 @@ A schema is compiled, and found good or bad, in `text.grammar`, which knows a vo
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from jaxserve.errors import InvalidRequest, UnsupportedOption
 
 MAX_STRUCTURED_CHARS = 2**17  # of a schema, a regex or a grammar; of all choices together
 _TEXTS = ("json_schema", "regex", "grammar")
+
+
+class StructuredFields(TypedDict, total=False):
+    """A `StructuredOutput` as a mapping, for type checkers."""
+
+    json_schema: str | Mapping[str, Any]
+    json_object: bool
+    regex: str
+    choice: Sequence[str]
+    grammar: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -198,6 +198,11 @@ def test_calls(method: Callable[..., Any], name: str, words: str) -> None:
     assert words in str(caught.value)
 
 
+def test_none_asks_for_nothing() -> None:
+    with pytest.raises(UnsupportedOption, match="None is not needed, leave it out; with a value here it is 'adapter'"):
+        LLM.generate(LLM.__new__(LLM), "a", lora_request=None)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+
 @pytest.mark.parametrize(
     ("ours", "name", "words"),
     [

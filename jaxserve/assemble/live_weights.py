@@ -24,7 +24,7 @@ from jaxserve.engine import AnyEngine, Engine
 from jaxserve.engine.base import reason_of
 from jaxserve.errors import CapacityError, ChangeUnderWay, EngineStopped, InvalidRequest
 from jaxserve.runtime.runner import is_full
-from jaxserve.sched.base import Operable, Renewable, Runner, Scheduler
+from jaxserve.sched.base import Operable, Releasable, Renewable, Runner, Scheduler
 
 if TYPE_CHECKING:
     from jaxserve.assemble import Device
@@ -84,6 +84,7 @@ class LiveWeights:
         self._devices = devices
         self._weights_kept = False  # on the host, while it sleeps
         self._changing = threading.Lock()
+        self._released = False
 
     @property
     def asleep(self) -> bool:
@@ -208,6 +209,17 @@ class LiveWeights:
         self._change(works, wait, after_running=False, version=version or None)
         self.version = version or self.version
 
+    def release(self) -> None:
+        """Gives back the memory of engines that were stopped, for good: what can be asked of this object, too. Again:
+        does nothing."""
+        with self._changing:
+            if self._released:
+                return
+            self._released = True
+            for device in self._devices:
+                if isinstance(device.runner, Releasable):
+                    device.runner.release()
+
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         if not self._changing.acquire(blocking=False):
@@ -215,6 +227,8 @@ class LiveWeights:
                 "the weights are being changed, or the engine falls asleep or wakes up; call again when that has ended"
             )
         try:
+            if self._released:
+                raise EngineStopped("the engine was stopped, and its memory given back; start another one")
             yield
         finally:
             self._changing.release()

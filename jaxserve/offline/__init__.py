@@ -2,6 +2,7 @@
 
     jobs      text, ids, messages -> Job: encoded and checked
     loop      Jobs -> engine -> results, in order of completion
+    turns     threads that share the engine, a step each
     results   updates -> RequestOutput, in the names and meanings of vLLM
     jsonl     files of prompts, files of results
     journal   a file of what has ended, so that a batch survives its process
@@ -9,9 +10,9 @@
 `LLM` and the command line are two interfaces of this package: the one raises the first error, the other writes it
 beside the results and goes on. Hence an error is a value here, in the place of a job or of a result.
 
-There is no thread. A caller that waits for everything gains nothing from one, and an interrupt in a notebook would
-leave requests running behind its back. Here an interrupt takes effect between two steps: running requests are aborted,
-their pages are free, and the next call works.
+The engine has no thread. A caller that waits for everything gains nothing from one, and an interrupt in a notebook
+would leave requests running behind its back. Here an interrupt takes effect between two steps: running requests are
+aborted, their pages are free, and the next call works.
 """
 
 from jaxserve.offline.jobs import Job, prepare_chat, prompt_text
@@ -29,6 +30,7 @@ from jaxserve.offline.results import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from jaxserve.offline.turns import Turns
 
 __all__ = [
     "CompletionOutput",
@@ -43,6 +45,7 @@ __all__ = [
     "Result",
     "ScoringOutput",
     "ScoringRequestOutput",
+    "Turns",
     "open_under",
     "prepare_chat",
     "prompt_text",

@@ -27,6 +27,8 @@ def refuses_unknown(method: Callable[_P, _R]) -> Callable[_P, _R]:
                 here = answer(name, Place.CALL)
                 if here is None and name in sampling:
                     here = f"here it is SamplingParams({name}=...)"
+                if here is not None and options[name] is None:
+                    here = f"None is not needed, leave it out; with a value {here}"
                 raise UnsupportedOption(f"{method.__name__} has no argument {name!r}; {here or hint(name, known)}")
         return method(*args, **options)
 

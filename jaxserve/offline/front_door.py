@@ -14,6 +14,7 @@ from jaxserve.config import ResolvedConfig, for_one_user, get_value, load_config
 from jaxserve.config.model_path import resolve_model_path
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.offline.arguments import hint
+from jaxserve.offline.forks import watch_forks
 from jaxserve.offline.llm_tokenizer import LlmTokenizer
 from jaxserve.other_names import SAME, Place, answer
 from jaxserve.progress import show_progress
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from jaxserve.assemble import Assembly, SchedulerChoice
 
 _P = ParamSpec("_P")
+
+watch_forks()  # from now on, whoever starts JAX
 
 
 def _refuses_unknown(init: Callable[_P, None]) -> Callable[_P, None]:
@@ -95,7 +98,7 @@ class FrontDoor:
           scheduler: name of a policy, or a policy or scheduler, class or object (see `jaxserve.sched`).
           progress: show the phases of the start on stderr (in the log instead, where that shows INFO).
 
-        Raises ConfigError, CheckpointError or CapacityError.
+        Raises ConfigError, CheckpointError or CapacityError; ForkedProcess in a child of a process that uses JAX.
         """
         given = {
             "tokenizer": None if tokenizer is None else os.fspath(tokenizer),
@@ -140,6 +143,7 @@ class FrontDoor:
                     f"{name} is set by {resolved.sources[name]}, but LLM and AsyncLLM use the devices of this host "
                     "alone: unset it, or serve with `python -m jaxserve.run` on every host"
                 )
+        watch_forks().check()
         resolve_model_path(resolved.config.model.path)  # a name that is no directory is told before JAX is loaded
         with show_progress(shown=progress) as shown:
             shown.begin(f"starting with model {resolved.config.model.path}: loading JAX")
@@ -176,6 +180,12 @@ class FrontDoor:
     def get_default_sampling_params(self) -> SamplingParams:
         """The recommendations of the checkpoint's generation_config.json; the rest as in `SamplingParams()`."""
         return SamplingParams.from_dict(self._assembly.sampling_defaults)
+
+    def _end(self) -> None:
+        """Ends the engine and all that it started, and frees its weights and pages, though somebody may still hold
+        them. Once; takes as long as the step that runs."""
+        self._engine.stop()
+        self._assembly.weights.release()
 
     def _sampling(self, given: SamplingParams | None) -> SamplingParams:
         """Those that a caller gave, or the defaults. Raises InvalidRequest for anything else."""

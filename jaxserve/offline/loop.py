@@ -13,10 +13,10 @@ from jaxserve.engine import AnyEngine, Update
 from jaxserve.errors import JaxserveError, QueueFull
 from jaxserve.offline.jobs import Job
 from jaxserve.offline.results import Counts, Gatherer, Result
+from jaxserve.offline.turns import Turns
 
 _T = TypeVar("_T")
 
-_PAUSE_S = 0.1  # the longest sleep for work that waits: interrupts are checked between two
 FEED_PER_STEP = 64  # requests handed over before each step: the device starts early, however many wait to be encoded
 
 
@@ -25,16 +25,18 @@ def run_jobs(
     jobs: Iterable[Job | JaxserveError],
     on_result: Callable[[int, Result], None],
     on_step: Callable[[Counts], None] = lambda counts: None,
+    turns: Turns | None = None,
 ) -> None:
     """Runs every job; `on_result` gets the job's number and its result or error, in order of completion.
 
     `jobs` is read a little ahead of the engine, so it may be longer than memory or than the engine's queue. An error in
     place of a job is passed on. The engine must have no thread of its own. An early end (an interrupt, an
-    exception of a callback) first aborts the running requests.
+    exception of a callback) first aborts the running requests. `turns`: of an engine that other threads drive, too.
     """
+    turns = Turns(engine) if turns is None else turns
     counts = Counts()
     live: dict[str, Gatherer] = {}
-    ended: list[Gatherer] = []  # in the last step
+    ended: collections.deque[Gatherer] = collections.deque()  # by the steps of any thread
     numbered = enumerate(jobs)
     held: tuple[int, Job | JaxserveError] | None = None  # read from `jobs`, but the engine's queue was full
     done = False  # `jobs` is read to its end
@@ -62,32 +64,28 @@ def run_jobs(
                 if done and not live:
                     return
                 check_interrupt()
-                try:
-                    engine.pause(_PAUSE_S)
-                    worked = engine.step()
-                except BaseException as error:  # a defect: the engine's state is unknown, so it must not be used again
-                    engine.fail(error)
-                    raise
+                worked = turns.step(lambda: len(ended) > 0)
                 assert worked or len(ended) == len(live), f"the engine is idle, but {sorted(live)} have not ended"
-                for gatherer in ended:
+                while ended:
+                    gatherer = ended.popleft()
                     del live[gatherer.request_id]
                     counts.num_done += 1
                     on_result(gatherer.index, gatherer.result())
-                ended.clear()
                 on_step(counts)
         finally:
-            if engine.failure is None:  # the step that was launched ahead of the last token ends, too
+            if engine.failure is None:
                 for request_id in live:
                     engine.abort(request_id)
-                engine.run_until_idle()
+                turns.finish(lambda: len(ended) == len(live))
 
 
-def stream_updates(engine: AnyEngine, request: Request) -> Generator[Update, None, None]:
+def stream_updates(turns: Turns, request: Request) -> Generator[Update, None, None]:
     """The updates of one request, each as soon as the engine has it; the engine works while the next one is waited for.
 
     The engine must have no thread of its own. Requests of other calls go on meanwhile. Leaving the generator, or an
     interrupt, aborts the request. Raises QueueFull, and the error with which the request ends.
     """
+    engine = turns.engine
     updates: collections.deque[Update] = collections.deque()
     ended = False
 
@@ -96,7 +94,8 @@ def stream_updates(engine: AnyEngine, request: Request) -> Generator[Update, Non
         ended = ended or update.last
         updates.append(update)
 
-    engine.submit(request, take)
+    with turns.call():
+        engine.submit(request, take)
     try:
         while updates or not ended:
             if updates:
@@ -105,22 +104,15 @@ def stream_updates(engine: AnyEngine, request: Request) -> Generator[Update, Non
                     raise update.error
                 yield update
                 continue
-            with _interrupts_between_steps() as check_interrupt:
-                try:
-                    engine.pause(_PAUSE_S)
-                    worked = engine.step()
-                except BaseException as error:  # a defect: the engine's state is unknown, so it must not be used again
-                    engine.fail(error)
-                    raise
+            with turns.call(), _interrupts_between_steps() as check_interrupt:
+                worked = turns.step(lambda: len(updates) > 0)
                 check_interrupt()
             assert worked or ended, f"the engine is idle, but {request.request_id} has not ended"
     finally:
         if engine.failure is None:
             engine.abort(request.request_id)  # of one that has ended, nothing
-            while not ended and engine.step():
-                pass
-            if not engine.num_live:  # the step that was launched ahead of the last token ends, too
-                engine.run_until_idle()
+            with _interrupts_between_steps():  # one more is as if it had come with the first
+                turns.finish(lambda: ended)
 
 
 class InOrder(Generic[_T]):

@@ -83,8 +83,9 @@ class SlotBytes:
         self._queue.put((list(slots), shards))
 
     def close(self) -> None:
-        """Gives the memory back. Nothing is saved or loaded any more."""
+        """Gives the memory back, and ends the thread behind what it copies. Nothing is saved or loaded any more."""
         self._words.clear()
+        self._queue.put(None)
 
     def wait_for(self, slots: Sequence[int]) -> None:
         """Returns once no page is on its way to any of `slots`. Raises the failure of the thread, if it failed."""
@@ -162,10 +163,15 @@ def _drain(
         slots, shards = item
         failure: BaseException | None = None
         try:
-            for stage, found in zip(words, shards, strict=True):
-                for number, shard in enumerate(found):
-                    stage[number, slots] = np.asarray(shard)[: len(slots)]
+            _copy(slots, shards, words)
         except BaseException as error:  # the boundary of the thread: whoever needs the pages gets the error
             failure = error
         del item, shards
         filling.end(slots, failure)
+
+
+def _copy(slots: list[int], shards: list[list[jax.Array]], words: Sequence[np.ndarray]) -> None:
+    """A function of its own, so that no array of the device stays behind in a variable of the loop."""
+    for stage, found in zip(words, shards, strict=True):
+        for number, shard in enumerate(found):
+            stage[number, slots] = np.asarray(shard)[: len(slots)]

@@ -210,6 +210,15 @@ class DeviceRunner:
         nothing = StepPlan(step_id=0, width=bucket.width)
         return pack(nothing, self._layouts[bucket], self._row_params, self._row_stops, {}, (), self._pictures)
 
+    def release(self) -> None:
+        """See `Releasable`. A runner that was made of its weights by `renew` has none either."""
+        states = jax.tree.leaves([stage.state for stage in self._here])
+        for weights in (states, *self.close()):
+            _free(weights)
+        self._kept = None
+        if self._tower is not None:
+            _free(jax.tree.leaves(self._tower.weights))
+
     def time_steps(self) -> Limits:
         """Measures one round of each decode step, and of all that come later, for a scheduler that chooses among them.
         Returns the new limits. Before the first plan, and not for a pipeline."""

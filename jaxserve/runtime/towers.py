@@ -44,7 +44,7 @@ class Tower:
         """
         self.buckets = tuple(sorted(executables))
         self._executables = executables
-        self._weights = weights
+        self.weights = weights
         self._inputs = inputs
         self._num_values = num_values
         self._sharding = sharding
@@ -76,7 +76,7 @@ class Tower:
         patches[: picture.num_patches] = np.frombuffer(picture.pixels, np.uint8).reshape(-1, self._num_values)
         arrays = self._inputs(picture.grid, bucket)
         placed = jax.device_put((patches, dict(arrays)), self._sharding)
-        return self._executables[bucket](self._weights, *placed)
+        return self._executables[bucket](self.weights, *placed)
 
 
 class HostEmbeddings:

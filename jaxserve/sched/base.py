@@ -281,6 +281,15 @@ class Renewable(Protocol):
         ...
 
 
+@runtime_checkable
+class Releasable(Protocol):
+    """A runner that gives back its memory for good."""
+
+    def release(self) -> None:
+        """Frees weights and cache, asleep or not, whoever else still refers to them. No plan comes any more."""
+        ...
+
+
 class BucketCounts(NamedTuple):
     """Numbers of step shapes by state: ready for use, still to be built, and given up."""
 

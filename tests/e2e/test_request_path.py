@@ -46,10 +46,10 @@ STATIONS = (
     chat._Answer.events,
     Gatherer.take,
 )
-# Middleware, threads, and the check of names of arguments: the same for every call.
+# Middleware, threads and their turns, and the check of names of arguments: the same for every call.
 AROUND = (
     *("serve/http/counted.py", "serve/http/guard.py", "serve/http/bodies.py"),
-    *("engine/daemon_threads.py", "offline/arguments.py"),
+    *("engine/daemon_threads.py", "offline/arguments.py", "offline/turns.py"),
 )
 
 

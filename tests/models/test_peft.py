@@ -125,7 +125,7 @@ def test_reads_what_peft_writes(good: Path) -> None:
         ({"use_bdlora": {"a": 1}}, "use_bdlora"),
         ({"lora_bias": True}, "lora_bias"),
         ({"bias": "all"}, "bias is 'all'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is .* are not implemented; merge it .*merge_and_unload"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
@@ -193,12 +193,22 @@ def _other_rank(tensors: dict[str, np.ndarray]) -> None:
         (
             _rename("model.layers.0.self_attn.q_proj", "model.embed_tokens"),
             {"target_modules": "all-linear"},
-            "embed_tokens",
+            "and of embeddings are not implemented: it has one of model.embed_tokens; train without, or merge",
         ),
         (
             _rename("model.model.layers.0.self_attn.q_proj", "model.lm_head"),
             {"target_modules": "all-linear"},
-            "lm_head",
+            "not implemented: it has one of lm_head; train without, or merge it into its model.*merge_and_unload",
+        ),
+        (  # as `save_embedding_layers` leaves it
+            lambda t: t.update({"base_model.model.lm_head.base_layer.weight": np.ones((3, 3), np.float32)}),
+            {},
+            "adapters of the output projection .* are not implemented: it has one of lm_head;",
+        ),
+        (
+            lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": np.ones((3, 3), np.float32)}),
+            {},
+            "and of embeddings are not implemented: it has one of model.embed_tokens;",
         ),
     ],
 )

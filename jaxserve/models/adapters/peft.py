@@ -72,6 +72,10 @@ _REFUSED = {
     "monteclora_config": "MonteCLoRA",
     "megatron_config": "modules of Megatron",
 }
+_MERGEABLE = {"use_dora", "lora_bias", "modules_to_save", "trainable_token_indices"}
+# What holds embeddings and the output projection, in the families of transformers.
+_OUTER = {"embed_in", "embed_out", "embed_tokens", "lm_head", "word_embeddings", "wte"}
+_OF_OUTER = re.compile(r"(?P<module>.+)\.(base_layer\.weight|lora_embedding_[AB](\.default)?)")
 # These take the adapter's first value out of the model's weights, so the adapter fits a changed model.
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -113,6 +117,7 @@ def read_peft(
     """
     config = _read_config(directory)
     tensors = _open_weights(directory)
+    _check_inner(tensors, directory)
     found = _by_module(tensors)
     if not found:
         raise AdapterError(f"{directory / WEIGHTS_NAME} has no tensors, so the adapter would change nothing")
@@ -152,7 +157,7 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
         config = read_json(file)
     except (CheckpointError, OSError) as error:
         raise AdapterError(str(error)) from error
-    _check_fields(config, file)
+    _check_fields(config, directory)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise AdapterError(f"{file}: r must be a whole number of 1 or more, got {rank!r:.80}")
@@ -182,7 +187,17 @@ def _read_config(directory: Path) -> Mapping[str, Any]:
     return config
 
 
-def _check_fields(config: Mapping[str, Any], file: Path) -> None:
+def _merged(directory: Path) -> str:
+    """How an adapter is served whose kind is not implemented."""
+    return (
+        'merge it into its model, and serve that: python -c "from peft import AutoPeftModelForCausalLM as Model; '
+        f"Model.from_pretrained({str(directory)!r}).merge_and_unload().save_pretrained('MERGED')\", with the "
+        "tokenizer's files beside it"
+    )
+
+
+def _check_fields(config: Mapping[str, Any], directory: Path) -> None:
+    file = directory / CONFIG_NAME
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{file}: peft_type is {config.get('peft_type')!r:.80}; only 'LORA' is implemented")
     if (bias := config.get("bias", "none")) != "none":
@@ -201,7 +216,8 @@ def _check_fields(config: Mapping[str, Any], file: Path) -> None:
         if name in _HONOURED or name in _IGNORED or not value:
             continue
         if name in _REFUSED:
-            raise AdapterError(f"{file}: {name} is {value!r:.80}, and {_REFUSED[name]} are not implemented")
+            remedy = f"; {_merged(directory)}" if name in _MERGEABLE else ""
+            raise AdapterError(f"{file}: {name} is {value!r:.80}, and {_REFUSED[name]} are not implemented{remedy}")
         raise AdapterError(f"{file}: the field {name!r:.80} is not known, and its value {value!r:.80} may matter")
 
 
@@ -215,6 +231,21 @@ def _open_weights(directory: Path) -> dict[str, TensorSource]:
         return open_file(file, _MAX_HEADER_BYTES)
     except CheckpointError as error:
         raise AdapterError(str(error)) from error
+
+
+def _check_inner(tensors: Mapping[str, TensorSource], directory: Path) -> None:
+    """Only modules of layers can have adapters. With those of others PEFT may save the whole module, too."""
+    outer: set[str] = set()
+    for name in tensors:
+        bare = name.removeprefix(_PREFIX)
+        match = _OF_OUTER.fullmatch(bare) or _TENSOR.fullmatch(bare)
+        if match is not None and (match.re is _OF_OUTER or match["module"].rpartition(".")[2] in _OUTER):
+            outer.add(match["module"])
+    if outer:
+        raise AdapterError(
+            f"{directory}: adapters of the output projection and of embeddings are not implemented: it has one of "
+            f"{fold_names([*sorted(outer)]):.500}; train without, or {_merged(directory)}"
+        )
 
 
 def _by_module(tensors: Mapping[str, TensorSource]) -> dict[str, dict[str, TensorSource]]:
