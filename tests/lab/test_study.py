@@ -1,9 +1,12 @@
 """`jaxserve study`: its file, its points, runs that are resumed, figures with intervals, tables and pictures."""
 
+import ast
 import csv
+import importlib
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +17,14 @@ from typing import Any
 import pytest
 
 from jaxserve.cli import main
+from jaxserve.config.model_path import resolve_model_path
 from jaxserve.errors import ConfigError
 from jaxserve.lab.simulation.fairness import jain_index
 from jaxserve.lab.simulation.requests import ClientOptions, sim_requests
 from jaxserve.lab.simulation.simulate import FixedCost, StepCost, simulate
 from jaxserve.lab.study.figures import experience, interval, run_figures
 from jaxserve.lab.study.run import run_study
+from jaxserve.lab.study.sources import PACKAGE, UNREAD, Sources
 from jaxserve.lab.study.spec import Study, Targets, read_study
 from jaxserve.lab.workloads.samples import Part, Shape
 from jaxserve.sched import Bucket, Limits
@@ -234,3 +239,111 @@ def test_a_queue_of_one_server_agrees_with_queueing_theory() -> None:
     stays = sum((r.last_token_s or 0.0) - r.arrival_s for r in result.requests)
     assert area / last_s == pytest.approx(count / last_s * stays / count)
     assert json.dumps(figures)
+
+
+POLICY = """
+import my_weights
+
+from jaxserve.sched import Policy
+
+
+class Mine(Policy):
+    def key(self, seq, now_s):
+        return my_weights.SIGN * seq.request.order_s
+"""
+
+
+def runs_in(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "runs").iterdir()}
+
+
+def test_a_change_of_code_or_of_a_file_makes_runs_anew_and_nothing_else_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy's module, one that it imports, its trace, the config.json of the model; each alone, from a call of its
+    own as from a shell."""
+    policy, weights, trace = tmp_path / "my_study_policy.py", tmp_path / "my_weights.py", tmp_path / "trace.csv"
+    rows = ["2024-05-10 00:00:00.{:06d}+00:00,40,8".format(number * 1000) for number in range(4)]
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in resolve_model_path("demo").glob("*.json"):
+        shutil.copy(file, model)
+    policy.write_text(POLICY)
+    weights.write_text("SIGN = 1\n")
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    base = {"policy": "my_study_policy:Mine", "load.dataset": "azure", "load.path": str(trace), "load.num_prompts": 4}
+    study = Study(base={**base, "config.model.path": str(model), "config.sched.max_rows": 1}, seeds=1)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def keys() -> str:
+        for name in ("my_study_policy", "my_weights"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        [point] = study.points()
+        return point.key(0, Sources().of(point))
+
+    def changed(path: Path, text: str) -> bool:
+        before, content = keys(), path.read_text()
+        path.write_text(text)
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)  # as text of equal length within a second
+        after = keys()
+        path.write_text(content)
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        assert keys() == before
+        return after != before
+
+    assert changed(policy, POLICY.replace("my_weights.SIGN *", "-"))
+    assert changed(weights, "SIGN = -1\n")
+    assert changed(trace, trace.read_text().replace(",40,8", ",40,9"))
+    config = json.loads((model / "config.json").read_text())
+    assert changed(model / "config.json", json.dumps(config | {"max_position_embeddings": 512}))
+    other = tmp_path / "other_policy.py"
+    other.write_text("")
+    assert not changed(other, "import json\n")
+    assert not changed(model / "tokenizer.json", "{}")
+    monkeypatch.setenv("JAXSERVE_LOG_LEVEL", "debug")
+    first = keys()
+    monkeypatch.delenv("JAXSERVE_LOG_LEVEL")
+    assert first == keys()
+
+
+def test_a_policy_that_was_changed_has_its_own_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = tmp_path / "my_changed_policy.py"
+    monkeypatch.syspath_prepend(tmp_path)
+    study = Study(
+        base=SMALL | {"policy": "my_changed_policy:Mine", "config.sched.max_rows": 1, "load.rate": 200.0}, seeds=1
+    )
+    found = []
+    for sign in ("", "-"):
+        policy.write_text(POLICY.replace("import my_weights", "").replace("my_weights.SIGN * ", sign))
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        sys.modules.pop("my_changed_policy", None)
+        importlib.invalidate_caches()
+        found += run_study(study, tmp_path / "out", 1)
+    assert len(runs_in(tmp_path / "out")) == 2
+    assert found[0]["figures"]["p99_ttft_ms"] != found[1]["figures"]["p99_ttft_ms"], "the last come first"
+
+
+def test_the_digest_of_the_package_has_all_that_a_run_imports() -> None:
+    """Every module that can be reached from a run's own, by imports anywhere in the text, is in it."""
+    waiting, seen = [PACKAGE / "lab/study/point.py"], set[Path]()
+    while waiting:
+        file = waiting.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            for name in names:
+                parts = name.split(".")
+                for end in range(len(parts), 0, -1):
+                    path = PACKAGE.parent.joinpath(*parts[:end])
+                    waiting += [one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()]
+    unread = [path for path in seen if any(path.is_relative_to(PACKAGE / part) for part in UNREAD)]
+    assert not unread
+    assert len(seen) > 100

@@ -67,7 +67,7 @@ _TYPES: Mapping[str, Any] = {
     "tensor": _COUNT,
     "length_error": Annotated[float | None, pydantic.Field(ge=1, allow_inf_nan=False)],
 }
-_FORMAT = 4  # of the files of runs; another one is run again
+_FORMAT = 5  # of the files of runs; another one is run again
 
 
 class Targets(pydantic.BaseModel):
@@ -187,11 +187,14 @@ class Point:
             clients["owner_weights"] = tuple(parse_numbers(clients["owner_weights"], "load.owner_weights"))
         return DatasetOptions(**dataset, seed=seed), ArrivalOptions(**arrivals), ClientOptions(**clients)
 
-    def key(self, seed: int) -> str:
-        """The name of its run with this seed: equal for runs that have equal results."""
+    def key(self, seed: int, sources: Mapping[str, str]) -> str:
+        """The name of its run with this seed: equal for runs that have equal results.
+
+        `sources`: digests of what the result depends on beside words and numbers (`sources.Sources`).
+        """
         study = self.study
         kept = study.model_dump(include={"warmup", "targets", "capacity"})
-        text = json.dumps([_FORMAT, dict(self.values), kept, seed], sort_keys=True, default=str)
+        text = json.dumps([_FORMAT, dict(self.values), kept, dict(sources), seed], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
