@@ -1,5 +1,6 @@
 """The registry of policies, and the way from a name in a config, or an object from a notebook, to a scheduler."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import cast
@@ -8,6 +9,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.registry import Registry, check_complete
 from jaxserve.sched.base import Scheduler
 from jaxserve.sched.core import ContinuousScheduler
+from jaxserve.sched.lengths import DEFAULT_LENGTHS, LengthPredictor
 from jaxserve.sched.loading import SlotStore
 from jaxserve.sched.loading_scheduler import LoadingScheduler
 from jaxserve.sched.options import SchedulerOptions
@@ -48,13 +50,13 @@ def create_scheduler(
         (returned as it is).
       limits: of the runner.
       options: None takes the defaults. A policy object keeps those that it was made with; these are then only for the
-        mechanism around it.
+        mechanism around it, but for `lengths`, which both use: that of the object, unless it has the default.
       clock: monotonic seconds; must be the clock that stamps `Request.arrival_s`.
       store: where host slots are filled from and written to; only for policies, and a device with such slots.
 
     Raises:
       ConfigError: nothing has this name, or what was found is no scheduler or policy; or `store` is given without
-        slots, without a prefix cache or with another scheduler.
+        slots, without a prefix cache or with another scheduler; or a policy object and `options` name two predictors.
       CapacityError: the buckets cannot hold all rows.
     """
     if options is None:
@@ -63,6 +65,7 @@ def create_scheduler(
     if isinstance(found, type) and issubclass(found, Policy):
         found = found(options)
     if isinstance(found, Policy):
+        options = dataclasses.replace(options, lengths=_one_predictor(found, options))
         if store is not None:
             if not limits.slots.num_slots or not options.prefix_caching:
                 raise ConfigError(
@@ -96,6 +99,19 @@ def find_scheduler(
     if isinstance(found, type) and issubclass(found, Policy):
         check_complete("policy", found)
     return found
+
+
+def _one_predictor(policy: Policy, options: SchedulerOptions) -> str | LengthPredictor | type[LengthPredictor]:
+    """The `lengths` of the policy and of the mechanism around it, which learn and ask together."""
+    own, given = policy.options.lengths, options.lengths
+    if own is given or own == given or own == DEFAULT_LENGTHS:
+        return given
+    if given == DEFAULT_LENGTHS:
+        return own
+    raise ConfigError(
+        f"the policy {type(policy).__name__} was made with lengths={own!r:.120}, and sched.lengths is {given!r:.120}, "
+        "but a scheduler has one predictor of lengths; give it in one of the two places"
+    )
 
 
 def uses_priority(scheduler: Scheduler) -> bool:

@@ -263,7 +263,7 @@ def test_a_change_of_code_or_of_a_file_makes_runs_anew_and_nothing_else_does(
     """The policy's module, one that it imports, its trace, the config.json of the model; each alone, from a call of its
     own as from a shell."""
     policy, weights, trace = tmp_path / "my_study_policy.py", tmp_path / "my_weights.py", tmp_path / "trace.csv"
-    rows = ["2024-05-10 00:00:00.{:06d}+00:00,40,8".format(number * 1000) for number in range(4)]
+    rows = [f"2024-05-10 00:00:00.{number * 1000:06d}+00:00,40,8" for number in range(4)]
     model = tmp_path / "model"
     model.mkdir()
     for file in resolve_model_path("demo").glob("*.json"):

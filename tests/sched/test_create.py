@@ -3,10 +3,19 @@
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.sched import ContinuousScheduler, Limits, Policy, SchedulerOptions, create_scheduler, uses_priority
+from jaxserve.sched import (
+    ContinuousScheduler,
+    Limits,
+    Policy,
+    SchedulerOptions,
+    Sequence,
+    create_scheduler,
+    uses_priority,
+)
+from jaxserve.sched.lengths import AskedLengths, max_output_len
 from jaxserve.sched.plan import HostSlots
-from jaxserve.sched.policies import FcfsPolicy
-from jaxserve.testing import make_limits
+from jaxserve.sched.policies import FcfsPolicy, SjfPolicy
+from jaxserve.testing import FakeRunner, drive, make_limits, make_request
 
 LIMITS = make_limits()
 
@@ -83,3 +92,39 @@ def test_a_policy_says_whether_it_reads_priorities() -> None:
         uses_priority = True
 
     assert [uses_priority(create_scheduler(p, LIMITS)) for p in ("fcfs", "priority", Reads)] == [False, True, True]
+
+
+class Counting:
+    """A predictor that counts how often it is asked."""
+
+    asked = 0
+
+    def expected_len(self, seq: Sequence) -> int:
+        type(self).asked += 1
+        return max_output_len(seq)
+
+    def learn(self, seq: Sequence) -> None: ...
+
+
+@pytest.mark.parametrize("form", ["class", "object"])
+def test_an_object_brings_its_predictor_of_lengths(form: str) -> None:
+    class Asked(Counting):
+        asked = 0
+
+    lengths = Asked if form == "class" else Asked()
+    scheduler = create_scheduler(SjfPolicy(SchedulerOptions(lengths=lengths)), LIMITS)
+    requests = [make_request(f"r{number}", [1, 2, 3], 4) for number in range(3)]
+    drive(scheduler, FakeRunner(LIMITS), requests)
+    assert Asked.asked >= len(requests)
+    same = SchedulerOptions(lengths=lengths)
+    create_scheduler(SjfPolicy(same), LIMITS, options=same)
+
+
+def test_one_scheduler_has_one_predictor_of_lengths() -> None:
+    with pytest.raises(ConfigError, match="SjfPolicy was made with lengths=.*Counting.*, and sched.lengths is 'asked'"):
+        create_scheduler(
+            SjfPolicy(SchedulerOptions(lengths=Counting)), LIMITS, options=SchedulerOptions(lengths="asked")
+        )
+    made = create_scheduler(SjfPolicy(SchedulerOptions()), LIMITS, options=SchedulerOptions(lengths="asked"))
+    assert isinstance(made, ContinuousScheduler)
+    assert isinstance(made.policy.lengths, AskedLengths), "the default of an object names none"
