@@ -1,8 +1,10 @@
 """The registry of policies, and the way from a name in a config, or an object from a notebook, to a scheduler."""
 
 import dataclasses
+import difflib
+import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from jaxserve.errors import ConfigError
@@ -45,9 +47,10 @@ def create_scheduler(
     """Builds the scheduler that a config or a notebook asks for.
 
     Args:
-      policy: a name (see `SCHEDULERS.names()`), `package.module:Name`, or the thing itself: a Policy class or object,
-        a scheduler class or any function (called with `limits` and `SchedulerOptions`), or a finished scheduler
-        (returned as it is).
+      policy: a name (see `SCHEDULERS.names()`), `package.module:Name`, `./file.py:Name`, the two last also with
+        parameters of a policy (`package.module:Name?quantum=32`), or the thing itself: a Policy class or object, a
+        scheduler class or any function (called with `limits` and `SchedulerOptions`), or a finished scheduler (returned
+        as it is).
       limits: of the runner.
       options: None takes the defaults. A policy object keeps those that it was made with; these are then only for the
         mechanism around it, but for `lengths`, which both use: that of the object, unless it has the default.
@@ -63,7 +66,7 @@ def create_scheduler(
         options = SchedulerOptions()
     found = find_scheduler(policy)
     if isinstance(found, type) and issubclass(found, Policy):
-        found = found(options)
+        found = _make_policy(found, policy, options)
     if isinstance(found, Policy):
         options = dataclasses.replace(options, lengths=_one_predictor(found, options))
         if store is not None:
@@ -94,17 +97,103 @@ def create_scheduler(
 def find_scheduler(
     policy: str | type[Policy] | Policy | SchedulerFactory | Scheduler,
 ) -> type[Policy] | Policy | SchedulerFactory | Scheduler:
-    """The object that `policy` names, checked as far as possible without a device. Raises ConfigError."""
+    """The object that `policy` names, without its parameters, checked as far as possible without a device.
+
+    Raises ConfigError, also for parameters that a policy does not have.
+    """
+    given: dict[str, _Value] = {}
+    if isinstance(policy, str):
+        policy, given = split_parameters(policy)
     found = SCHEDULERS.get(policy)
     if isinstance(found, type) and issubclass(found, Policy):
         check_complete("policy", found)
+        _check_parameters(found, given)
+    elif given:
+        raise ConfigError(
+            f"the scheduler {policy!r:.120} is no class of a policy, so it takes no parameters by name; leave out "
+            f"{', '.join(given)}"
+        )
     return found
+
+
+_Value = bool | int | float | str | None
+_WORDS: Mapping[str, _Value] = {"true": True, "false": False, "null": None}
+
+
+def split_parameters(name: str) -> tuple[str, dict[str, _Value]]:
+    """'my:Mine?quantum=32&fast=true' in its two parts. Raises ConfigError for parameters that are not NAME=VALUE."""
+    bare, mark, text = name.partition("?")
+    parameters: dict[str, _Value] = {}
+    for part in text.split("&") if mark else ():
+        key, equals, value = part.partition("=")
+        if not equals or not key.isidentifier() or key in parameters:
+            raise ConfigError(
+                f"the policy {name!r:.120} has the parameter {part!r:.60}; write each once as NAME=VALUE, and & between"
+            )
+        parameters[key] = _parse_value(value)
+    return bare, parameters
+
+
+def _parse_value(text: str) -> _Value:
+    """The number, true, false or null that it says; else the text itself."""
+    if text in _WORDS:
+        return _WORDS[text]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _own_parameters(found: type[Policy]) -> Mapping[str, inspect.Parameter]:
+    """What the class takes beside `options`."""
+    left_out = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(found).parameters
+    return {name: one for name, one in parameters.items() if name != "options" and one.kind not in left_out}
+
+
+def _check_parameters(found: type[Policy], given: Mapping[str, _Value]) -> None:
+    own = _own_parameters(found)
+    if strange := [name for name in given if name not in own]:
+        close = difflib.get_close_matches(strange[0], own, n=1)
+        raise ConfigError(
+            f"the policy {found.__name__} has no parameter {strange[0]!r}; "
+            + (f"it has {', '.join(own)}" if own else "it has none of its own")
+            + (f". Did you mean {close[0]!r}?" if close else "")
+        )
+    if lacking := [name for name, one in own.items() if one.default is one.empty and name not in given]:
+        raise ConfigError(
+            f"the policy {found.__name__} needs its parameter {lacking[0]!r}; give it a default, write it behind the "
+            f"name, as in {found.__module__}:{found.__name__}?{lacking[0]}=1, or give a finished policy. (The options "
+            "of the scheduler go to a parameter of the name options.)"
+        )
+    for name, value in given.items():
+        default = own[name].default
+        number = isinstance(default, int | float) and not isinstance(default, bool)
+        if isinstance(default, bool) and not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r:.60} of the policy {found.__name__} must be true or false")
+        if number and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"{name}={value!r:.60} of the policy {found.__name__} must be a number")
+
+
+def _make_policy(found: type[Policy], policy: object, options: SchedulerOptions) -> Policy:
+    """Of a class that `find_scheduler` has checked. One without a parameter for the options gets them afterwards."""
+    given = split_parameters(policy)[1] if isinstance(policy, str) else {}
+    parameters = inspect.signature(found).parameters
+    if "options" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return found(options=options, **given)
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters.values()):
+        return found(options, **given)
+    made = found(**given)
+    made.options = options
+    return made
 
 
 def _one_predictor(policy: Policy, options: SchedulerOptions) -> str | LengthPredictor | type[LengthPredictor]:
     """The `lengths` of the policy and of the mechanism around it, which learn and ask together."""
     own, given = policy.options.lengths, options.lengths
-    if own is given or own == given or own == DEFAULT_LENGTHS:
+    if own in (given, DEFAULT_LENGTHS):
         return given
     if given == DEFAULT_LENGTHS:
         return own

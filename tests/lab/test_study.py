@@ -157,6 +157,7 @@ def test_an_oracle_of_lengths_orders_by_them(tmp_path: Path) -> None:
     [
         ("[", "cannot be read"),
         ("grid: {load.speeed: [1]}", "'load.speeed' is no name; there are config.NAME and autoscale, device"),
+        ("base: {polcy: fcfs}", "'polcy' is no name.*Did you mean 'policy'"),
         ("grid: {policy: []}", "policy has no value"),
         ("{base: {policy: fcfs}, grid: {policy: [sjf]}}", "in base and in grid"),
         ("seeds: 0", "seeds: Input should be greater"),
@@ -347,3 +348,32 @@ def test_the_digest_of_the_package_has_all_that_a_run_imports() -> None:
     unread = [path for path in seen if any(path.is_relative_to(PACKAGE / part) for part in UNREAD)]
     assert not unread
     assert len(seen) > 100
+
+
+def test_policies_are_loaded_before_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for wrong, message in (
+        ("my_absent:P", "policy my_absent:P: .*No module named 'my_absent'"),
+        ("fcfs?quantum=1", "has no parameter 'quantum'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run_study(Study(base=SMALL, grid={"policy": ["fcfs", wrong]}, seeds=1), tmp_path / "out", 1)
+    assert not runs_in(tmp_path / "out")
+
+
+def test_a_policy_in_a_file_and_its_parameters_are_an_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from jaxserve.sched import Policy\n"
+        "class Mine(Policy):\n"
+        "    def __init__(self, options=None, sign=1):\n"
+        "        super().__init__(options)\n"
+        "        self.sign = sign\n"
+        "    def key(self, seq, now_s):\n"
+        "        return self.sign * seq.request.order_s\n"
+    )
+    base = SMALL | {"config.sched.max_rows": 1, "load.rate": 200.0}
+    choices = ["fcfs", "./mine.py:Mine", "./mine.py:Mine?sign=-1"]
+    study = Study(base=base, grid={"policy": choices}, seeds=1)
+    fcfs, mine, last = (run["figures"]["p99_ttft_ms"] for run in run_study(study, tmp_path / "out", 2))
+    assert fcfs == mine != last

@@ -1,5 +1,8 @@
 """`create_scheduler`: every way to name one, and what is no scheduler."""
 
+import re
+from typing import Any, cast
+
 import pytest
 
 from jaxserve.errors import ConfigError
@@ -128,3 +131,59 @@ def test_one_scheduler_has_one_predictor_of_lengths() -> None:
     made = create_scheduler(SjfPolicy(SchedulerOptions()), LIMITS, options=SchedulerOptions(lengths="asked"))
     assert isinstance(made, ContinuousScheduler)
     assert isinstance(made.policy.lengths, AskedLengths), "the default of an object names none"
+
+
+class Levels(FcfsPolicy):
+    def __init__(self, options: SchedulerOptions | None = None, quantum: int = 16, fast: bool = False) -> None:
+        super().__init__(options)
+        self.quantum, self.fast = quantum, fast
+
+
+class OnlyOwn(FcfsPolicy):
+    def __init__(self, alpha: float = 3) -> None:
+        super().__init__()
+        self.alpha = alpha
+
+
+class Needs(FcfsPolicy):
+    def __init__(self, alpha: float) -> None:
+        super().__init__()
+        self.alpha = alpha
+
+
+def policy_of(choice: object) -> Any:
+    made = create_scheduler(cast(Any, choice), LIMITS, options=SchedulerOptions(ageing_s=7.0))
+    assert isinstance(made, ContinuousScheduler)
+    return made.policy
+
+
+def test_parameters_of_a_policy_are_given_by_name() -> None:
+    plain, given = policy_of(Levels), policy_of("test_create:Levels?quantum=32&fast=true")
+    assert [(one.quantum, one.fast, one.options.ageing_s) for one in (plain, given)] == [
+        (16, False, 7.0),
+        (32, True, 7.0),
+    ]
+    for choice, alpha in ((OnlyOwn, 3), ("test_create:OnlyOwn?alpha=0.5", 0.5), ("test_create:Needs?alpha=2", 2)):
+        made = policy_of(choice)
+        assert (made.alpha, made.options.ageing_s) == (alpha, 7.0)
+    assert policy_of(Needs(4)).alpha == 4
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("test_create:Levels?quantun=32", "no parameter 'quantun'; it has quantum, fast. Did you mean 'quantum'"),
+        ("test_create:Levels?options=32", "no parameter 'options'"),
+        ("fcfs?quantum=32", "FcfsPolicy has no parameter 'quantum'; it has none of its own"),
+        ("test_create:Levels?quantum=x", "quantum='x' of the policy Levels must be a number"),
+        ("test_create:Levels?quantum=true", "quantum=True of the policy Levels must be a number"),
+        ("test_create:Levels?fast=1", "fast=1 of the policy Levels must be true or false"),
+        ("test_create:Levels?", "the parameter ''; write each once as NAME=VALUE"),
+        ("test_create:Levels?quantum=1&quantum=2", "the parameter 'quantum=2'; write each once"),
+        ("test_create:make_scheduler?quantum=1", "is no class of a policy, so it takes no parameters"),
+        (Needs, "Needs needs its parameter 'alpha'; give it a default"),
+    ],
+)  # fmt: skip
+def test_parameters_that_a_policy_does_not_have_are_refused(choice: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        policy_of(choice)

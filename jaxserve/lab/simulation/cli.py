@@ -58,7 +58,10 @@ _DEFAULT_DEVICE = "cpu:1"
 
 PolicyOption = Annotated[
     list[str] | None,
-    typer.Option("--policy", help="Name, entry point or package.module:Class; default: sched.policy. Repeatable."),
+    typer.Option(
+        "--policy",
+        help="Name, entry point, module:Class or ./file.py:Class (?NAME=VALUE); default: sched.policy. Repeatable.",
+    ),
 ]
 DeviceOption = Annotated[
     str | None,

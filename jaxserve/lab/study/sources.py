@@ -19,7 +19,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.lab.study.spec import Point
 from jaxserve.registry import Registry
 from jaxserve.routing import ROUTERS
-from jaxserve.sched import SCHEDULERS
+from jaxserve.sched import SCHEDULERS, find_scheduler
+from jaxserve.sched.create import split_parameters
 from jaxserve.sched.lengths import LENGTHS
 from jaxserve.sched.tier_policy import TIER_POLICIES
 
@@ -52,8 +53,10 @@ class Sources:
         """
         config = load_config(None, point.settings).config
         found = {"jaxserve": self._package}
+        policy = point.values["policy"] or policy_of(config)
+        find_scheduler(policy)  # parameters, too, are found to be wrong before the first run
         choices: tuple[tuple[Registry[Any], str], ...] = (
-            (SCHEDULERS, point.values["policy"] or policy_of(config)),
+            (SCHEDULERS, split_parameters(policy)[0]),
             (ROUTERS, point.values["router"] or config.route.policy),
             (LENGTHS, config.sched.lengths),
             (TIER_POLICIES, config.cache.host_policy),

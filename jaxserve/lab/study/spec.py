@@ -16,6 +16,7 @@ A name is `policy`, `router`, `replicas`, `autoscale`, `device`, `tensor` or `le
 """
 
 import dataclasses
+import difflib
 import hashlib
 import itertools
 import json
@@ -214,7 +215,9 @@ def read_study(path: Path) -> Study:
 def _check_name(name: str) -> None:
     known = {*_OWN, *(_LOAD + one for one in _DATASET | _ARRIVALS | _CLIENTS)}
     if name not in known and not name.startswith(_CONFIG):
-        raise ValueError(f"{name!r:.100} is no name; there are config.NAME and {', '.join(sorted(known))}")
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{name!r:.100} is no name; there are config.NAME and {', '.join(sorted(known))}{hint}")
 
 
 def _check_value(name: str, value: Any) -> None:
