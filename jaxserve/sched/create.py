@@ -107,8 +107,12 @@ def find_scheduler(
     found = SCHEDULERS.get(policy)
     if isinstance(found, type) and issubclass(found, Policy):
         check_complete("policy", found)
+        _check_spelling(found)
         _check_parameters(found, given)
-    elif given:
+        return found
+    if isinstance(found, Policy):
+        _check_spelling(type(found))
+    if given:
         raise ConfigError(
             f"the scheduler {policy!r:.120} is no class of a policy, so it takes no parameters by name; leave out "
             f"{', '.join(given)}"
@@ -116,6 +120,22 @@ def find_scheduler(
     return found
 
 
+def _check_spelling(found: type[Policy]) -> None:
+    """A hook under a name that is nearly its own would never be called, and nothing would say so."""
+    hooks = [name for name in vars(Policy) if not name.startswith("_")]
+    for kind in found.__mro__[: found.__mro__.index(Policy)]:
+        for name in vars(kind):
+            if name.startswith("_") or name in hooks or len(name) < _LEAST_NAME:
+                continue
+            if close := difflib.get_close_matches(name, hooks, n=1, cutoff=_ALIKE):
+                raise ConfigError(
+                    f"the policy {found.__name__} has {name!r}, which nothing calls or reads. Did you mean "
+                    f"{close[0]!r}? If not, begin its name with an underscore"
+                )
+
+
+_LEAST_NAME = 6  # in shorter names every letter counts: line and lines may both be meant
+_ALIKE = 0.85
 _Value = bool | int | float | str | None
 _WORDS: Mapping[str, _Value] = {"true": True, "false": False, "null": None}
 

@@ -187,3 +187,21 @@ def test_parameters_of_a_policy_are_given_by_name() -> None:
 def test_parameters_that_a_policy_does_not_have_are_refused(choice: object, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         policy_of(choice)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("victim_for_admision", "victim_for_admission"), ("on_serve", "on_served"), ("may_admitt", "may_admit"),
+     ("preemptve", "preemptive"), ("onwait", "on_wait")],
+)  # fmt: skip
+def test_a_hook_that_is_nearly_spelt_right_is_refused(name: str, meant: str) -> None:
+    misspelt = type("Mine", (FcfsPolicy,), {name: lambda *_: None})
+    with pytest.raises(ConfigError, match=f"Mine has '{name}', which nothing calls or reads. Did you mean '{meant}'"):
+        create_scheduler(misspelt, LIMITS)
+    with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
+        create_scheduler(type("Derived", (misspelt,), {})(SchedulerOptions()), LIMITS)
+
+
+def test_names_of_ones_own_are_free() -> None:
+    own = {name: lambda *_: None for name in ("lines", "level", "admits", "on_page", "_on_serve", "victims", "tenants")}
+    create_scheduler(type("Mine", (FcfsPolicy,), own), LIMITS)
