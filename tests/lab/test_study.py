@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from jaxserve.cli import main
 from jaxserve.config.model_path import resolve_model_path
@@ -22,10 +23,13 @@ from jaxserve.errors import ConfigError
 from jaxserve.lab.simulation.fairness import jain_index
 from jaxserve.lab.simulation.requests import ClientOptions, sim_requests
 from jaxserve.lab.simulation.simulate import FixedCost, StepCost, simulate
+from jaxserve.lab.study import pictures
 from jaxserve.lab.study.figures import experience, interval, run_figures
+from jaxserve.lab.study.report import show_points
 from jaxserve.lab.study.run import run_study
 from jaxserve.lab.study.sources import PACKAGE, UNREAD, Sources
 from jaxserve.lab.study.spec import Study, Targets, read_study
+from jaxserve.lab.study.summary import PointSummary, differences, shown_values
 from jaxserve.lab.workloads.samples import Part, Shape
 from jaxserve.sched import Bucket, Limits
 
@@ -65,7 +69,7 @@ def test_a_study_from_its_file_to_its_tables(tmp_path: Path, capsys: pytest.Capt
         assert float(point["p99_ttft_ms"]) == pytest.approx(mean)
         assert float(point["p99_ttft_ms_half_width"]) > 0
     assert float(points[2]["p99_ttft_ms"]) > float(points[3]["p99_ttft_ms"]), "fewer rows wait longer"
-    for name in ("lines.png", "pareto.png", "cdf.png"):
+    for name in ("lines.png", "pareto.png", "cdf.png", "differences.png"):
         assert (out / name).read_bytes()[:4] == b"\x89PNG"
 
 
@@ -377,3 +381,88 @@ def test_a_policy_in_a_file_and_its_parameters_are_an_axis(tmp_path: Path, monke
     study = Study(base=base, grid={"policy": choices}, seeds=1)
     fcfs, mine, last = (run["figures"]["p99_ttft_ms"] for run in run_study(study, tmp_path / "out", 2))
     assert fcfs == mine != last
+
+
+def made_points(policies: list[str], rates: list[float], seeds: int = 3) -> list[PointSummary]:
+    """Points whose seeds differ much, and whose policies differ by a millisecond in each."""
+    points = []
+    for number, policy in enumerate(policies):
+        for rate in rates:
+            runs = [
+                {
+                    "seed": seed,
+                    "figures": {
+                        "request_goodput": rate,
+                        "output_throughput": 10 * rate + seed,
+                        "median_ttft_ms": 5.0,
+                        "p99_ttft_ms": 100.0 * (seed + 1) * rate + number,
+                        "p99_tpot_ms": None if rate == 3.0 else 4.0 + number,
+                    },
+                    "distributions": {"ttft_ms": [1.0, 2.0, 500.0], "tpot_ms": [4.0, 5.0]},
+                }
+                for seed in range(seeds)
+            ]
+            points.append(PointSummary({"policy": policy, "load.rate": rate}, runs, 0.95))
+    return points
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    points = made_points(["fcfs", "sjf", "fair"], [1.0, 2.0])
+    found = differences(points, 0.95)
+    assert [(one.axes["policy"], one.axes["load.rate"], one.against) for one in found] == [
+        (policy, rate, "fcfs") for policy in ("sjf", "fair") for rate in (1.0, 2.0)
+    ]
+    late = found[2].figures["p99_ttft_ms"]
+    assert (late.mean, late.half_width) == (2.0, 0.0), "the seeds differ by hundreds, the policies by 2 in each"
+    assert points[0].figures["p99_ttft_ms"].half_width is not None
+    assert points[0].figures["p99_ttft_ms"].half_width > 100
+    assert not differences(made_points(["fcfs"], [1.0, 2.0]), 0.95)
+    numbers = [PointSummary({"load.rate": point.axes["load.rate"]}, point.runs, 0.95) for point in points[:2]]
+    assert [(one.axis, one.against) for one in differences(numbers, 0.95)] == [("load.rate", 1.0)]
+
+
+def test_policies_are_called_by_their_class_unless_two_are_alike() -> None:
+    names = ["fcfs", "./mine.py:Mine?quantum=2", "a:Same", "b:Same"]
+    shown = shown_values(made_points(names, [1.0]))
+    assert [shown["policy", name] for name in names] == ["fcfs", "Mine?quantum=2", "a:Same", "b:Same"]
+
+
+def test_a_table_cuts_no_name_at_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    points = made_points(["my_policies:LeastAttainedServiceWithLevels", "my_policies:LeastAttainedServiceFirst"], [1.0])
+    show_points(points, differences(points, 0.95), Study(), Console(width=80))
+    printed = capsys.readouterr().out
+    assert printed.count("LeastAttainedServiceWithLevels") > 1
+    assert "differences from policy LeastAttainedServiceWithLevels, seed by seed" in printed
+    assert max(map(len, printed.splitlines())) <= 80 and "…" not in printed
+
+
+def drawn_figures(points: list[PointSummary], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    monkeypatch.setattr(pictures, "save_figure", lambda figure, path: figures.update({path.name: figure}))
+    pictures.draw(points, differences(points, 0.95), folder)
+    return figures
+
+
+def test_pictures_have_goodput_bands_and_logarithmic_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = made_points(["fcfs", "sjf"], [1.0, 2.0, 40.0])
+    figures = drawn_figures(points, tmp_path, monkeypatch)
+    panels = {plot.get_ylabel(): plot for plot in figures["lines.png"].axes}
+    assert list(panels) == ["goodput, requests/s", "TTFT p50, ms", "TTFT p99, ms", "TPOT p99, ms"]
+    assert all(len(plot.collections) == 2 for plot in panels.values()), "a band for each policy"
+    assert {name: plot.get_yscale() for name, plot in panels.items()} == {
+        "goodput, requests/s": "linear", "TTFT p50, ms": "linear", "TTFT p99, ms": "log", "TPOT p99, ms": "linear"
+    }  # fmt: skip
+    assert {plot.get_xscale() for plot in figures["cdf.png"].axes[:3]} == {"log"}
+    assert not any(plot.texts for plot in figures["pareto.png"].axes), "labels are in the legend"
+    assert "against policy fcfs" in figures["differences.png"].get_suptitle()
+
+
+def test_the_picture_of_distributions_says_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = [1.0, 2.0, 4.0, 5.0, 6.0, 18.0]
+    figure = drawn_figures(made_points([f"m:P{k}" for k in range(8)], rates), tmp_path, monkeypatch)["cdf.png"]
+    titles = [plot.get_title() for plot in figure.axes[:4]]
+    assert titles[0] == "TTFT, rate 1" and titles[-1] == "TTFT, rate 18", "the first and the last are there"
+    assert figure.get_suptitle() == "all seeds together; shown: 4 of 6 values of rate and 6 of 8 lines"
+    few = drawn_figures(made_points(["fcfs", "sjf"], [1.0, 3.0]), tmp_path, monkeypatch)
+    assert few["cdf.png"].get_suptitle() == "all seeds together"
+    assert "TPOT p99, ms" not in [plot.get_ylabel() for plot in few["lines.png"].axes], "no value at one of the rates"

@@ -29,7 +29,7 @@ PACKAGE = Path(jaxserve.__file__).parent
 UNREAD = (
     *("cli", "client", "fleet", "quantise", "serve", "testing"),
     *("lab/bench", "lab/replay", "lab/training"),
-    *("lab/study/cli.py", "lab/study/report.py", "lab/study/run.py"),
+    *(f"lab/study/{name}.py" for name in ("cli", "pictures", "report", "run", "sources", "summary")),
 )
 _MODEL_FILES = (  # that say what a model is; weights and tokenizers change no simulated time
     *("config.json", "preprocessor_config.json", "processor_config.json"),
