@@ -54,6 +54,7 @@ def test_a_study_from_its_file_to_its_tables(tmp_path: Path, capsys: pytest.Capt
     assert main(["study", str(write(tmp_path / "a.yaml")), "--out", str(out), "--processes", "1"]) == 0
     printed = capsys.readouterr().out
     assert "means over 2 seeds, ± half the interval of 95% confidence; the first 10%" in printed
+    assert "times begin at the scheduler: HTTP, encoding" in printed
     with (out / "runs.csv").open() as file:
         runs = list(csv.DictReader(file))
     assert [(run["load.rate"], run["config.sched.max_rows"], run["seed"]) for run in runs] == [

@@ -14,6 +14,7 @@ import rich.console
 import rich.table
 
 from jaxserve.errors import ConfigError
+from jaxserve.lab.simulation.results import CLOCK_NOTE
 from jaxserve.lab.study.figures import Interval
 from jaxserve.lab.study.spec import Study
 from jaxserve.lab.study.summary import SHOWN, Difference, PointSummary, shown_values
@@ -45,6 +46,7 @@ def show_points(
         if study.seeds > 1
         else f"one seed; the first {study.warmup:.0%} of the requests are left out"
     )
+    console.print(CLOCK_NOTE)
     if differences:
         first = differences[0]
         against = f"{_short(first.axis)} {shown[first.axis, str(first.against)]}"
