@@ -4,14 +4,22 @@ Registries are the only module-level state of the package, and they are filled a
 name always means the same thing.
 """
 
+import contextlib
 import difflib
+import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Generic, TypeVar, cast
 
 from jaxserve.errors import ConfigError
+
+_SUFFIX = ".py"  # of a module that is named by its file
 
 T = TypeVar("T")
 B = TypeVar("B")
@@ -44,6 +52,8 @@ class Registry(Generic[T]):
     def get(self, name: str | T) -> T:
         """Resolves `name`. An object that is not a string is returned as it is (a notebook passes its own class).
 
+        A module that is not on Python's path is looked for in the current folder; one that ends in .py is a file.
+
         Raises ConfigError when nothing has this name (the message lists what exists), or when it cannot be loaded.
         """
         if not isinstance(name, str):
@@ -59,7 +69,8 @@ class Registry(Generic[T]):
         close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ConfigError(
-            f"no {self.kind} is called {name!r}; known: {', '.join(known)}; or give 'package.module:Name'.{hint}"
+            f"no {self.kind} is called {name!r}; known: {', '.join(known)}; or give 'package.module:Name' or "
+            f"'./file.py:Name'.{hint}"
         )
 
     def _entry_points(self) -> dict[str, importlib.metadata.EntryPoint]:
@@ -108,11 +119,60 @@ def make_derived(registry: Registry[type[B] | B], given: str | type[B] | B, base
 
 
 def _load(path: str, kind: str):
-    module_name, _, attribute = path.partition(":")
+    module_name, _, attribute = path.rpartition(":")
     try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:  # ValueError: nothing before the colon
-        raise ConfigError(f"cannot load the {kind} {path!r}: {error}") from error
+        if module_name.endswith(_SUFFIX):
+            return getattr(_module_of_file(Path(module_name)), attribute)
+        return getattr(_import(module_name), attribute)
+    except (ImportError, AttributeError, ValueError, OSError) as error:  # ValueError: nothing before the colon
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and not module_name.endswith(_SUFFIX):
+            hint = f"; it is looked for on Python's path and in {Path.cwd()}; './file.py:{attribute}' names a file"
+        raise ConfigError(f"cannot load the {kind} {path!r}: {error}{hint}") from error
+    except Exception as error:  # code of the user's, which may fail in any way
+        raise ConfigError(f"cannot load the {kind} {path!r}: {error!r}") from error
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        root = name.partition(".")[0]
+        if error.name != root or not any((Path.cwd() / one).exists() for one in (root, root + _SUFFIX)):
+            raise
+        with _searched(Path.cwd()):
+            return importlib.import_module(name)
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    """The module of a file. One that has changed since is another module, so that no old class stays in use."""
+    path = path.expanduser().resolve()
+    content = path.read_bytes()
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode() + content).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "its name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and others look their module up while it runs
+    try:
+        with _searched(path.parent):
+            exec(compile(content, path, "exec"), module.__dict__)  # not by its loader, which may find older bytecode
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextlib.contextmanager
+def _searched(folder: Path) -> Iterator[None]:
+    """Modules are looked for in `folder`, too, behind all other places."""
+    importlib.invalidate_caches()
+    sys.path.append(str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 def _load_entry_point(entry_point: importlib.metadata.EntryPoint, kind: str):

@@ -304,3 +304,12 @@ def test_a_server_with_keys_shares_between_them_unless_told_otherwise(overrides:
     asked = overrides.get("sched.policy", "fcfs")
     for config in (for_one_user(resolved).config, for_batches(resolved).config):
         assert policy_of(config) == config.sched.policy == asked
+
+
+def test_a_policy_in_a_file_is_looked_for_beside_the_config_that_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("sched: {policy: './my.py:Mine?quantum=3', lengths: 'my_module:Mine'}\ncache: {host_policy: lru}\n")
+    config = load_config(file).config
+    assert config.sched.policy == f"{tmp_path / 'my.py'}:Mine?quantum=3"
+    assert (config.sched.lengths, config.cache.host_policy) == ("my_module:Mine", "lru")
+    assert load_config(None, {"sched.policy": "./my.py:Mine"}).config.sched.policy == "./my.py:Mine"

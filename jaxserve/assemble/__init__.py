@@ -72,7 +72,6 @@ from jaxserve.runtime.memory import longest_sequence
 from jaxserve.runtime.mesh import layer_ranges, make_meshes
 from jaxserve.runtime.runner import Weights
 from jaxserve.sched import (
-    SCHEDULERS,
     ContinuousScheduler,
     LaterBuckets,
     Limits,
@@ -492,7 +491,7 @@ def _load_adapters(config: Config, loaded: LoadedModel, progress: Progress) -> L
 
 def _check_not_shared(choice: SchedulerChoice, num_replicas: int) -> None:
     """A scheduler keeps the pages of one device, and a policy the counts of one queue: replicas cannot share them."""
-    found = SCHEDULERS.get(choice)
+    found = find_scheduler(choice)
     if isinstance(found, type):
         return
     if isinstance(found, Policy) or callable(getattr(found, "schedule", None)):

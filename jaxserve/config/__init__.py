@@ -76,6 +76,7 @@ _PATHS = (
     "kv_server.tls_key",
     "kv_server.tls_client_ca",
 )
+_CODE = ("sched.policy", "sched.lengths", "cache.host_policy", "route.policy")  # may be FILE.py:NAME
 _PATH_TABLES = ("adapters.load",)  # of names, each with a path
 _PATHS_IF = {"store.location": ("store.kind", "file")}  # paths where another setting has this value
 _ACCELERATOR_FILES = (  # NVIDIA (as JAX looks, and its driver's folder), WSL, AMD, TPUs
@@ -161,6 +162,7 @@ def load_config(
     paths = {*_PATHS, *(path for path, (name, value) in _PATHS_IF.items() if settings[name].value == value)}
     settings |= {name: _resolve_path(settings[name]) for name in paths}
     settings |= {name: _resolve_table(settings[name]) for name in _PATH_TABLES}
+    settings |= {name: _resolve_code(settings[name]) for name in _CODE}
     return ResolvedConfig(config=_validate(settings), sources={n: s.source for n, s in settings.items()})
 
 
@@ -327,6 +329,14 @@ def _resolve_table(setting: _Setting) -> _Setting:
     return setting._replace(
         value={name: _resolve_path(setting._replace(value=path)).value for name, path in setting.value.items()}
     )
+
+
+def _resolve_code(setting: _Setting) -> _Setting:
+    """The file of FILE.py:NAME is relative to the config in which it stands."""
+    if setting.folder is None or not isinstance(setting.value, str):
+        return setting
+    file, middle, name = setting.value.partition(".py:")
+    return setting if not middle else setting._replace(value=f"{setting.folder / file}{middle}{name}")
 
 
 def _validate(settings: Mapping[str, _Setting]) -> Config:

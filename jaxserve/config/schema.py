@@ -140,7 +140,8 @@ class SchedConfig(Section):
 
     policy: str | None = pydantic.Field(
         default=None,
-        description="Name of a policy or scheduler, entry point, or 'package.module:Class'. Null: fair where the "
+        description="Name of a policy or scheduler, entry point, 'package.module:Class' or './file.py:Class', with "
+        "parameters of a policy as 'module:Class?quantum=32'. Null: fair where the "
         "server has keys (serve.http.api_keys_file or serve.grpc.tokens_file), so that each key gets its share; else "
         "fcfs.",
     )

@@ -13,6 +13,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.registry import Registry
 from jaxserve.sched.state import Sequence
 
+DEFAULT_LENGTHS = "learned"
 _MIN_SAMPLES = 8  # of one class, before its past says more than the request does
 _MEMORY = 512  # samples of one class after which all of them count half
 _NUM_BUCKETS = 32
@@ -108,7 +109,7 @@ class LearnedLengths:
 LENGTHS: Registry[LengthPredictor | type[LengthPredictor]] = Registry(
     "length predictor",
     "jaxserve.length_predictors",
-    {"learned": "jaxserve.sched.lengths:LearnedLengths", "asked": "jaxserve.sched.lengths:AskedLengths"},
+    {DEFAULT_LENGTHS: "jaxserve.sched.lengths:LearnedLengths", "asked": "jaxserve.sched.lengths:AskedLengths"},
 )
 """What `sched.lengths` can name: the two of this module, and the entry points of `jaxserve.length_predictors`."""
 

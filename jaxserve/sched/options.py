@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 
 from jaxserve.errors import ConfigError
-from jaxserve.sched.lengths import LengthPredictor
+from jaxserve.sched.lengths import DEFAULT_LENGTHS, LengthPredictor
 from jaxserve.sched.speculate import SpeculationOptions
 from jaxserve.sched.tier_policy import TierOptions, TierPolicy
 
@@ -57,7 +57,7 @@ class SchedulerOptions:
     page_shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
     watermark: float = 0.03
     growth: float = 0.5
-    lengths: str | LengthPredictor | type[LengthPredictor] = "learned"
+    lengths: str | LengthPredictor | type[LengthPredictor] = DEFAULT_LENGTHS
     ageing_s: float = 10.0
     input_weight: float = 1.0
     output_weight: float = 2.0

@@ -37,8 +37,11 @@ class Policy(abc.ABC):
 
     A decision against the rule of its method (the text of each says it) raises PolicyError, which ends the engine.
 
+    A class may have parameters of its own: those of its `__init__` beside `options`. They are given by name
+    (`my_module:Mine?quantum=32`), or keep their defaults.
+
     Attributes:
-      options: as given.
+      options: as given; the defaults without any.
       lengths, clock, memory: the scheduler's, from `bind` on. A policy only asks them.
       changed: a policy with a dynamic order adds a sequence whose key it has just changed by itself, so that the key
         is computed again before the next admission.
@@ -49,8 +52,8 @@ class Policy(abc.ABC):
     uses_priority = False
     memory: SequenceMemory
 
-    def __init__(self, options: SchedulerOptions) -> None:
-        self.options = options
+    def __init__(self, options: SchedulerOptions | None = None) -> None:
+        self.options = SchedulerOptions() if options is None else options
         self.lengths: LengthPredictor = AskedLengths()
         self.clock: Callable[[], float] = time.monotonic
         self.changed: list[Sequence] = []

@@ -349,3 +349,8 @@ def test_together_and_apart_beside_each_other(capsys: pytest.CaptureFixture[str]
     ):
         assert main(arguments) == 2
         assert wrong in capsys.readouterr().err
+
+
+def test_the_tables_say_where_their_clock_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(SMALL) == 0
+    assert "times begin at the scheduler: HTTP, encoding" in capsys.readouterr().out

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.lab.simulation.requests import Trace
+from jaxserve.lab.workloads.arrivals import ArrivalOptions
 from jaxserve.lab.workloads.datasets import DatasetOptions, make_samples, make_shapes
 from jaxserve.lab.workloads.prompts import IdPrompts, TextPrompts, WordPrompts
 from jaxserve.lab.workloads.samples import Part
@@ -223,6 +225,11 @@ BAD_FILES = [
     ("custom", '{"prompt": ""}', "not empty"),
     ("custom", '{"messages": ["x"]}', "role, content"),
     ("custom", "[1]", "expected an object"),
+    ("sharegpt", "{", "not JSON"),
+    ("sharegpt", "{}", "expected a list of conversations, got dict"),
+    ("sharegpt", '[{"id": "a"}]', "entry 0 has no list of conversations"),
+    ("sharegpt", '[{"conversations": [{"value": "a"}, {"from": "gpt"}]}]', "entry 0, turn 1 has no text"),
+    ("sharegpt", "[]", "no requests"),
     ("custom", "", "no requests"),
 ]
 
@@ -256,3 +263,22 @@ def test_a_bad_file_is_told_by_its_line(tmp_path: Path, name: str, text: str, wo
 def test_bad_options_are_told(options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_samples(DatasetOptions(**options), WordPrompts(0))
+
+
+def test_sharegpts_own_file_gives_its_lengths(tmp_path: Path) -> None:
+    """As vLLM samples it: the first two turns, short and long ones and conversations of one turn left out."""
+    lengths = [(10, 20), (3, 20), (10, 3), (1025, 5), (1000, 1049), (1000, 1048)]
+    entries = [
+        {"id": str(number), "conversations": [{"from": "human", "value": "w " * a}, {"from": "gpt", "value": "w " * b}]}
+        for number, (a, b) in enumerate(lengths)
+    ]
+    path = tmp_path / "sharegpt.json"
+    path.write_text(json.dumps([{"id": "x", "conversations": []}, *entries]))
+    options = DatasetOptions(name="sharegpt", path=path, num_prompts=None)
+    assert [(one.prompt_len, one.output_len) for one in make_shapes(options)] == [(10, 20), (1000, 1048)]
+    scaled = make_shapes(dataclasses.replace(options, num_prompts=1, length_scale=1.5))
+    assert [(one.prompt_len, one.output_len) for one in scaled] == [(15, 30)]
+    samples = make_samples(options, WordPrompts(0))
+    assert [len(str(sample.prompt).split()) for sample in samples] == [10, 1000]
+    trace = Trace(dataset=options, arrivals=ArrivalOptions(rate=2.0))
+    assert [len(one.request.prompt_token_ids) for one in trace] == [10, 1000]

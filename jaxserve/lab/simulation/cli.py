@@ -19,7 +19,7 @@ from jaxserve.lab.simulation.cluster_values import Apart, Autoscale
 from jaxserve.lab.simulation.compare import compare_policies
 from jaxserve.lab.simulation.plots import plot_overview
 from jaxserve.lab.simulation.requests import ClientOptions, Trace
-from jaxserve.lab.simulation.results import LabResult, show_results
+from jaxserve.lab.simulation.results import CLOCK_NOTE, LabResult, show_results
 from jaxserve.lab.simulation.store import StoreLink
 from jaxserve.lab.simulation.world import World, about_fleet, world_of_log, worlds_of_devices
 from jaxserve.lab.workloads.arrivals import ArrivalOptions, Diurnal, Ramp
@@ -58,7 +58,10 @@ _DEFAULT_DEVICE = "cpu:1"
 
 PolicyOption = Annotated[
     list[str] | None,
-    typer.Option("--policy", help="Name, entry point or package.module:Class; default: sched.policy. Repeatable."),
+    typer.Option(
+        "--policy",
+        help="Name, entry point, module:Class or ./file.py:Class (?NAME=VALUE); default: sched.policy. Repeatable.",
+    ),
 ]
 DeviceOption = Annotated[
     str | None,
@@ -321,6 +324,7 @@ def _simulate(options: _Options, config: Config, trace: Trace) -> int:
     title = about_fleet(worlds) if options.replicas == 1 else f"{options.replicas} replicas of {world.about}"
     console.print(make_title(title))
     show_results(results, console)
+    console.print(CLOCK_NOTE)
     if options.json is not None:
         write_json(options.json, _as_json(results, worlds, trace, options))
     if options.plot is not None:

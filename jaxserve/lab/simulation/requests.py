@@ -31,7 +31,6 @@ _SPREAD = 2_654_435_769
 _ID_BITS = 0xFFFF_FFFF
 _STOP_ID = 2**39  # above all ids of prompts
 _PLACEHOLDER = -1  # below them
-_TRACES = ("mooncake", "burstgpt", "azure")  # a file may have fewer requests
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +152,7 @@ class Trace:
             count = len(samples)
         else:
             shapes, given = iter_shapes(dataset), itertools.repeat(None)
-            count = None if dataset.name in _TRACES else dataset.num_prompts
+            count = None if dataset.path is not None else dataset.num_prompts  # a file may have fewer
         return time_shapes(shapes, self.arrivals, dataset.seed, count), given
 
 

@@ -30,6 +30,7 @@ from jaxserve.lab.workloads.tables import (
 if TYPE_CHECKING:
     import pandas
 
+CLOCK_NOTE = "times begin at the scheduler: HTTP, encoding of the prompt and the stream to a client are not in them"
 _LEAST_S = 1e-9  # of a run that took no time at all, since something is divided by it
 _REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(SimulatedRequest) if field.name != "token_times_s")
 

@@ -8,9 +8,11 @@ import typer
 
 from jaxserve.console import complain
 from jaxserve.errors import ConfigError
-from jaxserve.lab.study.report import draw, show_points, summarise, write_tables
+from jaxserve.lab.study.pictures import draw
+from jaxserve.lab.study.report import show_points, write_tables
 from jaxserve.lab.study.run import run_study
 from jaxserve.lab.study.spec import read_study
+from jaxserve.lab.study.summary import differences, summarise
 from jaxserve.lab.workloads.pictures import check_plot
 from jaxserve.lab.workloads.tables import make_console
 from jaxserve.progress import show_progress
@@ -33,11 +35,11 @@ def study_command(
     with show_progress(write=complain) as progress:
         runs = run_study(study, out, processes or os.cpu_count() or 1, progress)
         points = summarise(study, runs)
-        write_tables(points, out)
-        written = [out / "runs.csv", out / "points.csv"]
+        compared = differences(points, study.confidence)
+        written = write_tables(points, compared, out)
         if plot:
             progress.begin("drawing")
-            written += draw(points, out)
-    show_points(points, study, make_console())
+            written += draw(points, compared, out)
+    show_points(points, compared, study, make_console())
     print(f"wrote {', '.join(map(str, written))}")
     return 0

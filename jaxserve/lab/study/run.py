@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.lab.study.point import fleet_of, run_point
+from jaxserve.lab.study.sources import Sources
 from jaxserve.lab.study.spec import Point, Study
 from jaxserve.progress import Progress, Quiet
 
@@ -29,40 +30,47 @@ def run_study(study: Study, folder: Path, processes: int, progress: Progress = Q
     except OSError as error:
         raise ConfigError(f"{folder / 'runs'} cannot be made: {error}") from error
     points = study.points()
+    sources = Sources()
+    files: list[list[Path]] = []  # of each point, by seed
     for point in points:  # mistakes are found before the first run
         for seed in range(study.seeds):
             point.load(seed, None if study.capacity is None else study.capacity.low)
+        try:
+            read = sources.of(point)
+        except ConfigError as error:
+            raise ConfigError(f"{_name(point)}: {error}") from error
+        files.append([folder / "runs" / f"{point.key(seed, read)}.json" for seed in range(study.seeds)])
     missing = [
-        (point, seeds)
-        for point in points
-        if (seeds := [seed for seed in range(study.seeds) if _read(_path(folder, point, seed)) is None])
+        (point, places)
+        for point, each in zip(points, files, strict=True)
+        if (places := {seed: path for seed, path in enumerate(each) if _read(path) is None})
     ]
     total = len(points) * study.seeds
-    done = total - sum(len(seeds) for _, seeds in missing)
+    done = total - sum(len(places) for _, places in missing)
     progress.begin(f"simulating {total} runs, {done} of which are there")
-    for name in _run_all(missing, folder, processes):
+    for name in _run_all(missing, processes):
         done += 1
         progress.count(done, total, name)
     found = []
-    for point in points:
-        for seed in range(study.seeds):
-            run = _read(_path(folder, point, seed))
+    for point, each in zip(points, files, strict=True):
+        for path in each:
+            run = _read(path)
             assert run is not None, "every run has left its file"
             # A name may have been in `base` when the run was made.
             found.append({**run, "axes": point.axes})
     return found
 
 
-def _run_all(tasks: list[tuple[Point, list[int]]], folder: Path, processes: int) -> Iterator[str]:
+def _run_all(tasks: list[tuple[Point, dict[int, Path]]], processes: int) -> Iterator[str]:
     """The names of runs as they end."""
     if processes == 1:
-        for point, seeds in tasks:
-            yield from _run_seeds(point, seeds, folder)
+        for point, places in tasks:
+            yield from _run_seeds(point, places)
         return
     # JAX has threads, and a fork of a process with threads may hang.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
-        waiting = [pool.submit(_run_seeds, point, seeds, folder) for point, seeds in tasks]
+        waiting = [pool.submit(_run_seeds, point, places) for point, places in tasks]
         try:
             for ended in concurrent.futures.as_completed(waiting):
                 yield from ended.result()
@@ -71,20 +79,19 @@ def _run_all(tasks: list[tuple[Point, list[int]]], folder: Path, processes: int)
             raise
 
 
-def _run_seeds(point: Point, seeds: list[int], folder: Path) -> list[str]:
-    """Some seeds of one point, which share its servers."""
-    name = ", ".join(f"{axis} {value}" for axis, value in point.axes.items()) or "the point"
+def _run_seeds(point: Point, places: dict[int, Path]) -> list[str]:
+    """Some seeds of one point, which share its servers, each into its file."""
     try:
         fleet = fleet_of(point)
-        for seed in seeds:
-            _write(_path(folder, point, seed), run_point(point, fleet, seed))
+        for seed, path in places.items():
+            _write(path, run_point(point, fleet, seed))
     except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
-    return [f"{name}, seed {seed}" for seed in seeds]
+        raise ConfigError(f"{_name(point)}: {error}") from error
+    return [f"{_name(point)}, seed {seed}" for seed in places]
 
 
-def _path(folder: Path, point: Point, seed: int) -> Path:
-    return folder / "runs" / f"{point.key(seed)}.json"
+def _name(point: Point) -> str:
+    return ", ".join(f"{axis} {value}" for axis, value in point.axes.items()) or "the point"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

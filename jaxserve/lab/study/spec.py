@@ -16,6 +16,7 @@ A name is `policy`, `router`, `replicas`, `autoscale`, `device`, `tensor` or `le
 """
 
 import dataclasses
+import difflib
 import hashlib
 import itertools
 import json
@@ -67,7 +68,7 @@ _TYPES: Mapping[str, Any] = {
     "tensor": _COUNT,
     "length_error": Annotated[float | None, pydantic.Field(ge=1, allow_inf_nan=False)],
 }
-_FORMAT = 4  # of the files of runs; another one is run again
+_FORMAT = 5  # of the files of runs; another one is run again
 
 
 class Targets(pydantic.BaseModel):
@@ -187,11 +188,14 @@ class Point:
             clients["owner_weights"] = tuple(parse_numbers(clients["owner_weights"], "load.owner_weights"))
         return DatasetOptions(**dataset, seed=seed), ArrivalOptions(**arrivals), ClientOptions(**clients)
 
-    def key(self, seed: int) -> str:
-        """The name of its run with this seed: equal for runs that have equal results."""
+    def key(self, seed: int, sources: Mapping[str, str]) -> str:
+        """The name of its run with this seed: equal for runs that have equal results.
+
+        `sources`: digests of what the result depends on beside words and numbers (`sources.Sources`).
+        """
         study = self.study
         kept = study.model_dump(include={"warmup", "targets", "capacity"})
-        text = json.dumps([_FORMAT, dict(self.values), kept, seed], sort_keys=True, default=str)
+        text = json.dumps([_FORMAT, dict(self.values), kept, dict(sources), seed], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -211,7 +215,9 @@ def read_study(path: Path) -> Study:
 def _check_name(name: str) -> None:
     known = {*_OWN, *(_LOAD + one for one in _DATASET | _ARRIVALS | _CLIENTS)}
     if name not in known and not name.startswith(_CONFIG):
-        raise ValueError(f"{name!r:.100} is no name; there are config.NAME and {', '.join(sorted(known))}")
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{name!r:.100} is no name; there are config.NAME and {', '.join(sorted(known))}{hint}")
 
 
 def _check_value(name: str, value: Any) -> None:

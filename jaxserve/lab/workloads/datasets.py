@@ -18,6 +18,7 @@ from jaxserve.lab.workloads.custom import read_custom
 from jaxserve.lab.workloads.prompts import PromptMaker, make_sample
 from jaxserve.lab.workloads.samples import Part, Sample, Shape
 from jaxserve.lab.workloads.sessions import SessionOptions, session_turns
+from jaxserve.lab.workloads.sharegpt import MAX_PROMPT, MAX_TOTAL, MIN_LEN, read_sharegpt
 from jaxserve.lab.workloads.traces import read_azure, read_burstgpt, read_mooncake
 
 # Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023, figure 11:
@@ -26,9 +27,6 @@ from jaxserve.lab.workloads.traces import read_azure, read_burstgpt, read_moonca
 # published ones after the limits below, which are those of vLLM's own sampling of that dataset.
 SHAREGPT_PROMPT = (4.506, 1.5)  # mean and deviation of the logarithm
 SHAREGPT_OUTPUT = (5.420, 1.1)
-SHAREGPT_MIN_LEN = 4
-SHAREGPT_MAX_PROMPT = 1024
-SHAREGPT_MAX_TOTAL = 2048
 _MAX_FACTOR = 1000  # of lengths; with larger ones they are beyond any memory
 
 
@@ -38,7 +36,7 @@ class DatasetOptions:
 
     Attributes:
       name: one of `DATASET_NAMES`.
-      path: of the trace or of the JSONL file.
+      path: of the trace, of the JSONL file, or of ShareGPT's own file.
       num_prompts: of a trace or file the first so many; None takes all.
       input_len, output_len: tokens; of a JSONL file, output_len for lines without their own.
       range_ratio: random: lengths are even in [len x (1 - r), len x (1 + r)].
@@ -103,6 +101,8 @@ def iter_shapes(options: DatasetOptions) -> Iterator[Shape]:
     if options.name in _TRACES:
         assert options.path is not None, "checked above"
         return _sped_up(_TRACES[options.name](options.path, options.num_prompts, options.length_scale), options.speed)
+    if options.path is not None:
+        return read_sharegpt(options.path, options.num_prompts, options.length_scale)
     assert options.num_prompts is not None, "checked above"
     return _SYNTHETIC[options.name](options, options.num_prompts, np.random.default_rng(options.seed))
 
@@ -137,15 +137,12 @@ def _lognormal(options: DatasetOptions, count: int, rng: np.random.Generator) ->
 
 
 def _sharegpt(options: DatasetOptions, count: int, rng: np.random.Generator) -> Iterator[Shape]:
+    """By the published lengths; `read_sharegpt` has those of the file."""
     number = 0
     while number < count:
         prompt_len = round(float(np.exp(rng.normal(*SHAREGPT_PROMPT))))
         output_len = round(float(np.exp(rng.normal(*SHAREGPT_OUTPUT))))
-        if (
-            min(prompt_len, output_len) >= SHAREGPT_MIN_LEN
-            and prompt_len <= SHAREGPT_MAX_PROMPT
-            and prompt_len + output_len <= SHAREGPT_MAX_TOTAL
-        ):
+        if min(prompt_len, output_len) >= MIN_LEN and prompt_len <= MAX_PROMPT and prompt_len + output_len <= MAX_TOTAL:
             scaled = [max(1, round(length * options.length_scale)) for length in (prompt_len, output_len)]
             yield Shape(parts=(Part(number, scaled[0]),), output_len=scaled[1])
             number += 1
@@ -195,7 +192,7 @@ def check_dataset(options: DatasetOptions) -> None:
     """Raises ConfigError for impossible options, without reading files."""
     if options.name not in DATASET_NAMES:
         raise ConfigError(f"there is no dataset {options.name!r}; there are {', '.join(DATASET_NAMES)}")
-    from_file = options.name not in _SYNTHETIC
+    from_file = options.name not in _SYNTHETIC or (options.name == "sharegpt" and options.path is not None)
     if from_file and options.path is None:
         raise ConfigError(f"the dataset {options.name} is read from a file: give --dataset-path FILE")
     if not from_file and options.path is not None:
