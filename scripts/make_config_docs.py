@@ -1,15 +1,18 @@
-"""Writes docs/config.md from the config schema: python scripts/make_config_docs.py
+"""Writes docs/config.md and configs/schema.json from the config schema: python scripts/make_config_docs.py
 
-The page has the schema's sentence about each field and adds none. A test fails when the page and the schema differ.
+The page has the schema's sentence about each field and adds none. A test fails when a file and the schema differ.
 """
 
+import json
 from pathlib import Path
 
 import yaml
 
 from jaxserve.config import ENVIRONMENT, FieldDoc, field_docs, section_docs
+from jaxserve.config.json_schema import config_json_schema
 
 PAGE = Path(__file__).parents[1] / "docs" / "config.md"
+SCHEMA = Path(__file__).parents[1] / "configs" / "schema.json"  # for editors
 
 HEAD = """\
 # Configuration
@@ -31,6 +34,12 @@ A wrong key or value is an error before anything is loaded. The message has the 
 and the values that are accepted. A key given twice is an error, too. Relative paths in a file are relative to that
 file's directory, other relative paths to the working directory; `~` is the home directory. The model path `demo` always
 means the model inside the package; a directory of that name is written as `./demo`.
+
+Editors that know JSON Schema complete the settings, show their meanings and underline mistakes. `jaxserve config
+schema` prints the schema of the installed version, for a file that the first line of a config names, as it is in
+[configs](../configs):
+
+    # yaml-language-server: $schema=schema.json
 """
 
 
@@ -51,6 +60,11 @@ def render() -> str:
     return "\n".join(parts)
 
 
+def render_schema() -> str:
+    """The file for editors."""
+    return json.dumps(config_json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
 def _table(fields: list[FieldDoc]) -> str:
     rows = [f"| `{d.name}` | {d.wanted} | `{_yaml(d.default)}` | {d.description} |" for d in fields]
     return "\n".join(["| setting | values | default | meaning |", "|---|---|---|---|", *rows]) + "\n"
@@ -62,4 +76,5 @@ def _yaml(value: object) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(render(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    SCHEMA.write_text(render_schema(), encoding="utf-8")
+    print(f"wrote {PAGE} and {SCHEMA}")

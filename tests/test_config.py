@@ -1,13 +1,16 @@
 """Loading a config: sources, precedence, and that every mistake is one line which says what to change."""
 
+import json
 import os
 import sys
 from pathlib import Path
 
+import jsonschema
 import make_config_docs
 import pytest
 import yaml
 
+from jaxserve.cli import main
 from jaxserve.config import (
     ENVIRONMENT,
     field_docs,
@@ -19,7 +22,9 @@ from jaxserve.config import (
     policy_of,
     section_docs,
 )
+from jaxserve.config.json_schema import config_json_schema
 from jaxserve.config.schema import Config
+from jaxserve.config.yaml_lines import parse_yaml, read_yaml
 from jaxserve.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -277,6 +282,66 @@ def test_every_section_has_a_sentence() -> None:
 def test_the_page_of_the_docs_is_up_to_date() -> None:
     """When this fails: python scripts/make_config_docs.py"""
     assert make_config_docs.PAGE.read_text(encoding="utf-8") == make_config_docs.render()
+
+
+def test_the_schema_for_editors_is_up_to_date_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """When this fails: python scripts/make_config_docs.py"""
+    kept = make_config_docs.SCHEMA.read_text(encoding="utf-8")
+    assert kept == make_config_docs.render_schema()
+    assert main(["config", "schema"]) == 0
+    assert capsys.readouterr().out == kept
+    assert main(["config", "schema", "--set", "cache.num_pages=1"]) == 2
+    assert "leave out --config and --set" in capsys.readouterr().err
+    jsonschema.Draft202012Validator.check_schema(json.loads(kept))
+
+
+def _is_valid(tree: object) -> bool:
+    return jsonschema.Draft202012Validator(config_json_schema()).is_valid(tree)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_name_the_schema_and_follow_it(path: Path) -> None:
+    first, _, _ = path.read_text(encoding="utf-8").partition("\n")
+    named = first.removeprefix("# yaml-language-server: $schema=")
+    assert named != first and (path.parent / named).samefile(make_config_docs.SCHEMA)
+    tree, _ = read_yaml(path)
+    assert _is_valid(tree)
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("cache:\nserve: {grpc: }", True),
+        ("cache: {num_pages: null}", True),
+        ("cache: {num_pages: 0}", False),
+        ("cache: {num_page: 1}", False),
+        ("kernel: {}", False),
+        ("cache: 7", False),
+        ("model: {dtype: float16}", False),
+        ("model: {name: 7}", False),
+        ("runtime: {token_buckets: [8, 0]}", False),
+        ("serve: {tenants: {named: {a: {burst: 1}}}}", False),
+    ],
+)
+def test_the_schema_accepts_what_the_loader_accepts(text: str, valid: bool, tmp_path: Path) -> None:
+    assert _is_valid(parse_yaml(text, "here")) == valid
+    if valid:
+        load_config(write(tmp_path, text), environ={})
+    else:
+        failure(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("doc", field_docs(), ids=lambda doc: doc.name)
+def test_the_schema_describes_each_setting(doc) -> None:
+    place = config_json_schema()
+    sections = place["$defs"]
+    *folders, last = doc.name.split(".")
+    for name in folders:
+        reference, _ = place["properties"][name]["anyOf"]
+        place = sections[reference["$ref"].rpartition("/")[2]]
+    assert place["additionalProperties"] is False
+    assert place["properties"][last]["description"] == doc.description
+    assert jsonschema.Draft202012Validator({**place["properties"][last], "$defs": sections}).is_valid(doc.default)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

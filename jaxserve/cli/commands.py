@@ -11,13 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from jaxserve import __version__
 from jaxserve.cli.options import DEFECT, ConfigOption, ModelOption, SetOption, one_line, with_model
 from jaxserve.config import format_config, load_config, refuse_settings_of_others
+from jaxserve.config.json_schema import config_json_schema
 from jaxserve.console import complain, set_up_logging
 from jaxserve.errors import ConfigError, Status
 from jaxserve.new_directory import new_directory
@@ -32,8 +33,19 @@ _SERVERS_ALONE = (
 )
 
 
-def config_command(config: ConfigOption = None, set_: SetOption = None) -> None:
+def config_command(
+    what: Annotated[
+        Literal["schema"] | None, typer.Argument(help="schema: the JSON Schema of config files instead, for editors.")
+    ] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+) -> None:
     """Print the resolved config, each value with where it came from."""
+    if what is not None:
+        if config is not None or set_:
+            raise ConfigError("the schema is that of every config: leave out --config and --set")
+        print(json.dumps(config_json_schema(), indent=1, ensure_ascii=False))
+        return
     print(format_config(load_config(config, set_ or ())), end="")
 
 
