@@ -30,10 +30,10 @@ A value can come from four places; a later one replaces an earlier one: default,
 (or `overrides`). The value after `--set KEY=` is YAML: `null`, `true`, `[64, 256]`, and quotes for text that looks like
 a number.
 
-A wrong key or value is an error before anything is loaded. The message has the file and line, the key, the given value
-and the values that are accepted. A key given twice is an error, too. Relative paths in a file are relative to that
-file's directory, other relative paths to the working directory; `~` is the home directory. The model path `demo` always
-means the model inside the package; a directory of that name is written as `./demo`.
+A wrong key or value is an error before anything is loaded. The message has a line for each mistake, with the file and
+line, the key, the given value and the values that are accepted. A key given twice is an error, too. Relative paths in a
+file are relative to that file's directory, other relative paths to the working directory; `~` is the home directory.
+The model path `demo` always means the model inside the package; a directory of that name is written as `./demo`.
 
 Editors that know JSON Schema complete the settings, show their meanings and underline mistakes. `jaxserve config
 schema` prints the schema of the installed version, for a file that the first line of a config names, as it is in

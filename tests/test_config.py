@@ -25,7 +25,7 @@ from jaxserve.config import (
 from jaxserve.config.json_schema import config_json_schema
 from jaxserve.config.schema import Config
 from jaxserve.config.yaml_lines import parse_yaml, read_yaml
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, SeveralMistakes
 
 ROOT = Path(__file__).parents[1]
 
@@ -239,6 +239,46 @@ def test_a_wrong_file_is_one_line_with_the_place(
     message = failure(path)
     assert message.startswith(f"{path}:{line}: "), message
     assert all(fragment in message for fragment in fragments), message
+
+
+def test_all_mistakes_are_told_at_once_by_their_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "cache:\n  num_pages: 0\n  page_sise: 16\nmodel:\n  dtype: 7\nkernels: 3\nsched: {a.b: 1}\n")
+    given = ["cache.dtype=int7", "quite.different=1", "nothing", "model.path=[", "runtime.token_buckets=[0, x]"]
+    with pytest.raises(SeveralMistakes) as caught:
+        load_config(path, given, environ={"JAXSERVE_LOG_LEVEL": "loud"})
+    lines = str(caught.value).splitlines()
+    wanted = [
+        f"{path}:2: cache.num_pages is 0, but must be an integer of at least 1, or null",
+        f"{path}:3: unknown key 'cache.page_sise'; did you mean 'cache.page_size'?",
+        f"{path}:5: model.dtype is 7, but must be one of auto",
+        f"{path}:6: kernels is 3, but must be a section",
+        f"{path}:7: unknown key 'sched.a.b'; in a mapping",
+        "environment JAXSERVE_LOG_LEVEL: runtime.log_level is 'loud'",
+        "--set: cache.dtype is 'int7'",
+        "--set: unknown key 'quite.different'",
+        "--set wants KEY=VALUE",
+        "--set model.path: not valid YAML",
+        "--set: runtime.token_buckets is [0, 'x']",
+    ]
+    assert len(lines) == len(wanted)
+    assert all(line.startswith(beginning) for line, beginning in zip(lines, wanted, strict=True)), lines
+    flags = [word for one in given[:3] for word in ("--set", one)]
+    assert main(["config", "--config", str(path), *flags]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.splitlines()[:5] == [f"error: {line}" for line in lines[:5]]
+    assert len(told.err.splitlines()) == 8
+
+
+def test_a_file_that_cannot_be_read_hides_no_other_mistake(tmp_path: Path) -> None:
+    with pytest.raises(SeveralMistakes) as caught:
+        load_config(tmp_path / "none.yaml", {"cache.num_pages": 0, "kernel": 1}, environ={})
+    assert [line.partition(" ")[0] for line in str(caught.value).splitlines()] == ["cannot", "override:", "override:"]
+
+
+def test_a_mistake_that_a_later_source_replaces_is_none(tmp_path: Path) -> None:
+    path = write(tmp_path, "cache: {num_pages: 0}")
+    assert load_config(path, ["cache.num_pages=1"], environ={}).config.cache.num_pages == 1
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just text\n", "7\n"])

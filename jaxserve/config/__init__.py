@@ -23,7 +23,7 @@ import yaml
 from jaxserve.config.model_path import PACKAGED
 from jaxserve.config.schema import Config, Section
 from jaxserve.config.yaml_lines import parse_yaml, read_yaml
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, SeveralMistakes
 from jaxserve.other_names import Place, answer
 
 ENVIRONMENT: Mapping[str, str] = {  # every environment variable that this package reads -> the field it sets
@@ -133,10 +133,47 @@ class FieldDoc(NamedTuple):
     description: str
 
 
+class _Place(NamedTuple):
+    """Where a value was written. Places in their order are the sources in their order, and lines from the top."""
+
+    rank: int
+    line: int
+    text: str  # for messages
+
+
 class _Setting(NamedTuple):
     value: object
-    source: str
+    place: _Place
     folder: Path | None = None  # the base of relative paths; None: the working directory
+
+
+class _Mistakes:
+    """All that is wrong in the sources of one config, to be told at once."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[_Place, str]] = []
+
+    def note(self, place: _Place, text: str) -> None:
+        self._found.append((place, f"{place.text}: {text}"))
+
+    @contextlib.contextmanager
+    def noted(self, place: _Place) -> Iterator[None]:
+        """An error of the block has the place in its message already."""
+        try:
+            yield
+        except ConfigError as error:
+            self._found.append((place, str(error)))
+
+    def raise_if_any(self) -> None:
+        texts = [text for _, text in sorted(self._found)]
+        if len(texts) > 1:
+            raise SeveralMistakes("\n".join(" ".join(text.split()) for text in texts))
+        if texts:
+            raise ConfigError(texts[0])
+
+
+_DEFAULT = _Place(0, 0, "default")
+_FILE, _ENVIRONMENT, _OVERRIDE = 1, 2, 3
 
 
 def load_config(
@@ -151,17 +188,22 @@ def load_config(
     YAML. Relative paths in a file are relative to the file's directory, elsewhere to the working directory; "~" is the
     home directory; the model paths "demo" and "demo-vision" name models inside the package and are never files.
 
-    Raises ConfigError in one line: where, which key, what was given, what is wanted.
+    Raises ConfigError in one line: where, which key, what was given, what is wanted; SeveralMistakes with a line for
+    each mistake.
     """
-    settings = {doc.name: _Setting(doc.default, "default") for doc in field_docs()}
+    mistakes = _Mistakes()
+    settings = {doc.name: _Setting(doc.default, _DEFAULT) for doc in field_docs()}
     if path is not None:
-        settings.update(_read_file(Path(path)))
-    settings.update(_read_environment(os.environ if environ is None else environ))
-    settings.update(_read_overrides(overrides))
+        settings.update(_read_file(Path(path), mistakes))
+    settings.update(_read_environment(os.environ if environ is None else environ, mistakes))
+    settings.update(_read_overrides(overrides, mistakes))
     paths = {*_PATHS, *(path for path, (name, value) in _PATHS_IF.items() if settings[name].value == value)}
     settings |= {name: _resolve_path(settings[name]) for name in paths}
     settings |= {name: _resolve_table(settings[name]) for name in _PATH_TABLES}
-    return ResolvedConfig(config=_validate(settings), sources={n: s.source for n, s in settings.items()})
+    config = _validate(settings, mistakes)
+    mistakes.raise_if_any()
+    assert config is not None, "a config is missing only where a mistake was noted"
+    return ResolvedConfig(config=config, sources={name: one.place.text for name, one in settings.items()})
 
 
 def refuse_settings_of_others(
@@ -245,72 +287,90 @@ _SECTIONS: dict[str, type[pydantic.BaseModel]] = {}
 _collect(Config)
 
 
-def _read_file(path: Path) -> dict[str, _Setting]:
-    tree, lines = read_yaml(path)
+def _read_file(path: Path, mistakes: _Mistakes) -> dict[str, _Setting]:
+    tree: object = None
+    lines: dict[str, int] = {}
+    with mistakes.noted(whole := _Place(_FILE, 0, str(path))):
+        tree, lines = read_yaml(path)
     if not isinstance(tree, dict | None):
-        raise ConfigError(f"{path}: a config file holds sections ({', '.join(Config.model_fields)}), got {tree!r:.80}")
-    folder = path.absolute().parent
-    return {
-        name: _Setting(value, f"{path}:{lines[name]}", folder)
-        for name, value in _leaves(tree or {}, "", lambda key: f"{path}:{lines[key]}")
-    }
+        mistakes.note(whole, f"a config file holds sections ({', '.join(Config.model_fields)}), got {tree!r:.80}")
+        return {}
+
+    def place(name: str) -> _Place:
+        return _Place(_FILE, lines[name], f"{path}:{lines[name]}")
+
+    return _leaves(tree or {}, "", place, path.absolute().parent, mistakes)
 
 
-def _read_environment(environ: Mapping[str, str]) -> dict[str, _Setting]:
-    return {
-        name: _Setting(parse_yaml(environ[variable], f"environment {variable}"), f"environment {variable}")
-        for variable, name in ENVIRONMENT.items()
-        if environ.get(variable)
-    }
-
-
-def _read_overrides(overrides: Mapping[str, object] | Sequence[str]) -> dict[str, _Setting]:
-    source = "override" if isinstance(overrides, Mapping) else "--set"
-    if isinstance(overrides, Mapping):
-        pairs = list(overrides.items())
-    else:
-        pairs = []
-        for item in overrides:
-            key, equals, text = item.partition("=")
-            if not equals or not key:
-                raise ConfigError(f"--set wants KEY=VALUE, such as cache.num_pages=24; got {item!r}")
-            pairs.append((key.strip(), parse_yaml(text, f"--set {key}")))
+def _read_environment(environ: Mapping[str, str], mistakes: _Mistakes) -> dict[str, _Setting]:
     settings: dict[str, _Setting] = {}
-    for key, value in pairs:
-        section, _, last = key.rpartition(".")
-        if section not in _SECTIONS:
-            raise _unknown_key(key, source)
-        for name, leaf in _leaves({last: value}, f"{section}." if section else "", lambda _: source):
-            settings[name] = _Setting(leaf, source)
+    for variable, name in ENVIRONMENT.items():
+        if environ.get(variable):
+            place = _Place(_ENVIRONMENT, 0, f"environment {variable}")
+            with mistakes.noted(place):
+                settings[name] = _Setting(parse_yaml(environ[variable], place.text), place)
     return settings
 
 
-def _leaves(tree: Mapping[str, object], prefix: str, where: Callable[[str], str]) -> Iterator[tuple[str, object]]:
+def _read_overrides(overrides: Mapping[str, object] | Sequence[str], mistakes: _Mistakes) -> dict[str, _Setting]:
+    settings: dict[str, _Setting] = {}
+    if isinstance(overrides, Mapping):
+        for number, (key, value) in enumerate(overrides.items()):
+            settings |= _override(key, value, _Place(_OVERRIDE, number, "override"), mistakes)
+        return settings
+    for number, item in enumerate(overrides):
+        place = _Place(_OVERRIDE, number, "--set")
+        key, equals, text = item.partition("=")
+        with mistakes.noted(place):
+            if not equals or not key:
+                raise ConfigError(f"--set wants KEY=VALUE, such as cache.num_pages=24; got {item!r}")
+            settings |= _override(key.strip(), parse_yaml(text, f"--set {key}"), place, mistakes)
+    return settings
+
+
+def _override(key: str, value: object, place: _Place, mistakes: _Mistakes) -> dict[str, _Setting]:
+    section, _, last = key.rpartition(".")
+    if section not in _SECTIONS:
+        mistakes.note(place, _unknown_key(key))
+        return {}
+    return _leaves({last: value}, f"{section}." if section else "", lambda _: place, None, mistakes)
+
+
+def _leaves(
+    tree: Mapping[str, object],
+    prefix: str,
+    place: Callable[[str], _Place],
+    folder: Path | None,
+    mistakes: _Mistakes,
+) -> dict[str, _Setting]:
+    """The settings below a section. `place`: of a dotted name."""
+    settings: dict[str, _Setting] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if "." in key:  # two spellings of one setting in one place would hide a double
-            raise ConfigError(f"{where(name)}: unknown key {name!r}; in a mapping, sections are nested")
-        if name in _FIELDS:
-            yield name, value
+            mistakes.note(place(name), f"unknown key {name!r}; in a mapping, sections are nested")
+        elif name in _FIELDS:
+            settings[name] = _Setting(value, place(name), folder)
         elif name not in _SECTIONS:
-            raise _unknown_key(name, where(name))
+            mistakes.note(place(name), _unknown_key(name))
         elif isinstance(value, Mapping):
-            yield from _leaves(value, f"{name}.", where)
+            settings |= _leaves(value, f"{name}.", place, folder, mistakes)
         elif value is not None:  # a section whose lines are all commented out is empty
-            raise ConfigError(f"{where(name)}: {name} is {value!r:.80}, but must be a section of settings")
+            mistakes.note(place(name), f"{name} is {value!r:.80}, but must be a section of settings")
+    return settings
 
 
-def _unknown_key(name: str, where: str) -> ConfigError:
+def _unknown_key(name: str) -> str:
     section, _, last = name.rpartition(".")
     if (here := answer(last, Place.SETTING)) is not None:
-        return ConfigError(f"{where}: unknown key {name!r}; {here}")
+        return f"unknown key {name!r}; {here}"
     prefix = f"{section}." if section in _SECTIONS and section else ""
     known = list(_SECTIONS[prefix.rstrip(".")].model_fields)
     close = [prefix + k for k in difflib.get_close_matches(last, known, n=1)]
     close += [n for n in _FIELDS if n.rpartition(".")[2] == last]
     close += difflib.get_close_matches(name, _FIELDS, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(prefix + k for k in known)}"
-    return ConfigError(f"{where}: unknown key {name!r}; {hint}")
+    return f"unknown key {name!r}; {hint}"
 
 
 def _resolve_path(setting: _Setting) -> _Setting:
@@ -329,7 +389,7 @@ def _resolve_table(setting: _Setting) -> _Setting:
     )
 
 
-def _validate(settings: Mapping[str, _Setting]) -> Config:
+def _validate(settings: Mapping[str, _Setting], mistakes: _Mistakes) -> Config | None:
     tree: dict[str, Any] = {}
     for name, setting in settings.items():
         *sections, key = name.split(".")
@@ -337,16 +397,19 @@ def _validate(settings: Mapping[str, _Setting]) -> Config:
     try:
         return Config.model_validate(tree)
     except pydantic.ValidationError as error:
-        problems = error.errors(include_url=False)
-        # The location goes on into list items and the members of a union: the field is its longest known beginning.
-        location = [str(part) for part in problems[0]["loc"]]
-        name = next(n for i in range(len(location), 0, -1) if (n := ".".join(location[:i])) in _FIELDS)
-        info, setting = _FIELDS[name], settings[name]
-        hint = " (quote it to make it text)" if _is_text(info) and isinstance(setting.value, int | float) else ""
-        raise ConfigError(
-            f"{setting.source}: {name} is {setting.value!r:.80}, but must be "
-            f"{_describe_type(info.annotation, info.metadata)}{hint}"
-        ) from error
+        # One value may be wrong in several ways, an item of a list or a member of a union each; it is told once.
+        for name in dict.fromkeys(_field_of(problem["loc"]) for problem in error.errors(include_url=False)):
+            info, setting = _FIELDS[name], settings[name]
+            hint = " (quote it to make it text)" if _is_text(info) and isinstance(setting.value, int | float) else ""
+            wanted = _describe_type(info.annotation, info.metadata)
+            mistakes.note(setting.place, f"{name} is {setting.value!r:.80}, but must be {wanted}{hint}")
+        return None
+
+
+def _field_of(location: Sequence[int | str]) -> str:
+    """The field in which pydantic found a mistake: the location goes on into list items and members of a union."""
+    parts = [str(part) for part in location]
+    return next(name for i in range(len(parts), 0, -1) if (name := ".".join(parts[:i])) in _FIELDS)
 
 
 def _is_text(info: pydantic.fields.FieldInfo) -> bool:
