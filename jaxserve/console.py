@@ -16,6 +16,7 @@ import rich.logging
 import rich.progress
 import rich.text
 
+from jaxserve.config import ResolvedConfig, settings_from_environment
 from jaxserve.config.schema import RuntimeConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.offline import Counts, Result
@@ -49,6 +50,13 @@ def set_up_logging(config: RuntimeConfig) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(config.log_level.upper())
     logger.propagate = False
+
+
+def log_environment(resolved: ResolvedConfig) -> None:
+    """Says which settings came from the environment, which no file shows. Values are not told."""
+    if found := settings_from_environment(resolved):
+        names = ", ".join(f"{name} ({variable})" for name, variable in found.items())
+        logging.getLogger("jaxserve").info("settings from the environment: %s", names)
 
 
 def complain(line: str) -> None:

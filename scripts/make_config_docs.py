@@ -42,6 +42,24 @@ schema` prints the schema of the installed version, for a file that the first li
     # yaml-language-server: $schema=schema.json
 """
 
+ENVIRONMENT_HEAD = """\
+## Environment variables
+
+Every setting has a variable: `JAXSERVE_`, and the name of the setting in capitals with two underscores for each dot.
+
+    JAXSERVE_SCHED__MAX_ROWS=4 JAXSERVE_SERVE__HTTP__PORT=8000 jaxserve run --config configs/demo.yaml
+
+The value is YAML, as after `--set`: `null`, `[64, 256]`, `{one: /adapters/one}`. An empty variable counts as absent.
+One that begins with `JAXSERVE_` and names no setting is an error, and so are two for one setting; those that Kubernetes
+and Docker make of services beside a container (`JAXSERVE_SERVICE_HOST`) are left alone. At its start a server, a router
+and a KV server log which settings came from the environment; `/server_info` and `jaxserve config` say it, too. Secrets
+are never values of settings: they are in files, which settings name.
+
+Commands, `LLM.from_config` and fleets on Ray read these variables. `LLM(...)`, `AsyncLLM(...)` and the points of a
+study do not, since their arguments are to be all that decides; they read only those of this table, the shorter names:
+
+"""
+
 
 def render() -> str:
     """The whole page."""
@@ -52,11 +70,7 @@ def render() -> str:
         if fields:
             parts.append(f"## {section}\n\n{sentence}\n\n{_table(fields)}")
     rows = [f"| `{variable}` | `{name}` |" for variable, name in ENVIRONMENT.items()]
-    parts.append(
-        "## Environment variables\n\nThe package reads no other variables. An empty one counts as absent.\n\n"
-        + "\n".join(["| variable | sets |", "|---|---|", *rows])
-        + "\n"
-    )
+    parts.append(ENVIRONMENT_HEAD + "\n".join(["| variable | sets |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
 

@@ -21,6 +21,7 @@ from jaxserve.config import (
     load_config,
     policy_of,
     section_docs,
+    settings_from_environment,
 )
 from jaxserve.config.json_schema import config_json_schema
 from jaxserve.config.schema import Config
@@ -142,10 +143,9 @@ def test_the_location_of_a_store_is_a_path_where_the_store_is_a_directory(tmp_pa
         assert load_config(None, settings, environ={}).config.store.location == location
 
 
-def test_the_environment_is_a_short_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_settings_have_short_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config(environ={"JAXSERVE_COMPILE_CACHE": "null"}).config.runtime.compile_cache is None
     assert load_config(environ={"JAXSERVE_COMPILE_CACHE": ""}).sources["runtime.compile_cache"] == "default"
-    assert load_config(environ={"JAXSERVE_CACHE_NUM_PAGES": "3"}).config == load_config(environ={}).config
     with pytest.raises(ConfigError, match="environment JAXSERVE_LOG_LEVEL: runtime.log_level is 'loud'.*one of debug"):
         load_config(environ={"JAXSERVE_LOG_LEVEL": "loud"})
     values = {
@@ -157,6 +157,94 @@ def test_the_environment_is_a_short_list(monkeypatch: pytest.MonkeyPatch) -> Non
     for variable, name in ENVIRONMENT.items():
         monkeypatch.setenv(variable, values.get(variable, "null"))
         assert load_config().sources[name] == f"environment {variable}"
+
+
+def test_every_setting_has_a_variable() -> None:
+    for doc in field_docs():
+        variable = f"JAXSERVE_{doc.name.upper().replace('.', '__')}"
+        resolved = load_config(environ={variable: yaml.safe_dump(doc.default)})
+        assert resolved.sources[doc.name] == f"environment {variable}"
+        assert settings_from_environment(resolved) == {doc.name: variable}
+        assert resolved.config == load_config(environ={}).config
+
+
+def test_the_environment_comes_between_the_file_and_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path, "sched: {max_rows: 1}\nruntime: {token_buckets: [8]}")
+    environ = {"JAXSERVE_SCHED__MAX_ROWS": "4", "JAXSERVE_RUNTIME__TOKEN_BUCKETS": "null"}
+    config = load_config(path, environ=environ).config
+    assert (config.sched.max_rows, config.runtime.token_buckets) == (4, None)
+    assert load_config(path, ["sched.max_rows=5"], environ=environ).config.sched.max_rows == 5
+    lists = {
+        "JAXSERVE_RUNTIME__TOKEN_BUCKETS": "[64, 128]",
+        "JAXSERVE_ADAPTERS__LOAD": "{a: a}",
+        "JAXSERVE_MODEL__NAME": "'7'",
+        "JAXSERVE_SCHED__MAX_ROWS": "",
+    }
+    config = load_config(path, environ=lists).config
+    assert (config.runtime.token_buckets, config.model.name, config.sched.max_rows) == ([64, 128], "7", 1)
+    assert config.adapters.load == {"a": os.path.abspath("a")}, "relative to the working directory"
+
+
+@pytest.mark.parametrize(
+    ("variable", "fragment"),
+    [
+        ("JAXSERVE_SCHED__MAX_ROW", "did you mean 'JAXSERVE_SCHED__MAX_ROWS'?"),
+        ("JAXSERVE_CACHE_NUM_PAGES", "did you mean 'JAXSERVE_CACHE__NUM_PAGES'?"),
+        ("JAXSERVE_NUM_PAGES", "did you mean 'JAXSERVE_CACHE__NUM_PAGES'?"),
+        ("JAXSERVE_SERVE__HTTP__API_KEY", "here it is 'serve.http.api_keys_file'"),
+        ("JAXSERVE_LOG_LEVELS", "did you mean 'JAXSERVE_LOG_LEVEL'?"),
+        ("JAXSERVE_MAX_MODEL_LEN", "model.max_len"),
+        ("JAXSERVE_QUITE_DIFFERENT", "settings are 'JAXSERVE_SCHED__MAX_ROWS' and so on"),
+        ("JAXSERVE_PORT", "JAXSERVE_"),
+        ("JAXSERVE_SERVICE__PORT", "did you mean"),
+    ],
+)
+def test_a_variable_that_sets_nothing_is_refused_and_its_value_is_not_told(variable: str, fragment: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(environ={variable: "sk-secret"})
+    message = str(caught.value)
+    assert message.startswith(f"environment {variable}: there is no such setting; ") and fragment in message
+    assert "sk-secret" not in message
+    assert load_config(environ={variable: "sk-secret"}, every_variable=False).config == load_config(environ={}).config
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    others = {
+        "JAXSERVE_SERVICE_HOST": "10.0.0.1",
+        "JAXSERVE_SERVICE_PORT": "8500",
+        "JAXSERVE_SERVICE_PORT_GRPC": "8500",
+        "JAXSERVE_PORT": "tcp://10.0.0.1:8500",
+        "JAXSERVE_PORT_8500_TCP": "tcp://10.0.0.1:8500",
+        "JAXSERVE_PORT_8500_TCP_PROTO": "tcp",
+        "JAXSERVE_CPU_REPLICAS_SERVICE_PORT_HTTP": "8000",
+        "JAXSERVE_CPU_REPLICAS_PORT": "tcp://10.0.0.1:8500",
+        "JAXSERVE_TEST_CACHE": "off",
+        "JAXSERVER_X": "1",
+    }
+    assert set(load_config(environ=others).sources.values()) == {"default"}
+
+
+def test_programs_have_the_short_variables_alone() -> None:
+    environ = {"JAXSERVE_SCHED__MAX_ROWS": "4", "JAXSERVE_LOG_LEVEL": "error"}
+    resolved = load_config(environ=environ, every_variable=False)
+    assert settings_from_environment(resolved) == {"runtime.log_level": "JAXSERVE_LOG_LEVEL"}
+
+
+def test_two_variables_of_one_setting_are_a_mistake() -> None:
+    environ = {"JAXSERVE_LOG_LEVEL": "error", "JAXSERVE_RUNTIME__LOG_LEVEL": "error"}
+    with pytest.raises(ConfigError, match="LOG_LEVEL: runtime.log_level is set by environment JAXSERVE_LOG_LEVEL, too"):
+        load_config(environ=environ)
+
+
+def test_what_may_be_a_secret_is_not_told() -> None:
+    for name in ("serve.http.api_keys_file", "serve.grpc.tokens_file", "store.secret_file", "serve.http.tls_key"):
+        for source in (
+            {"overrides": {name: 12345}},
+            {"environ": {f"JAXSERVE_{name.upper().replace('.', '__')}": "12345"}},
+        ):
+            with pytest.raises(ConfigError, match=f"{name} is a value that is not shown, but must be text") as caught:
+                load_config(None, **{"environ": {}, **source})
+            assert "12345" not in str(caught.value)
 
 
 def test_format_loads_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import difflib
 import functools
 import inspect
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,22 +21,13 @@ from typing import Any, Literal, NamedTuple
 import pydantic
 import yaml
 
+from jaxserve.config.environment import ENVIRONMENT, claimed_variables, hint_of, variable_of
 from jaxserve.config.model_path import PACKAGED
 from jaxserve.config.schema import Config, Section
 from jaxserve.config.yaml_lines import parse_yaml, read_yaml
 from jaxserve.errors import ConfigError, SeveralMistakes
 from jaxserve.other_names import Place, answer
 
-ENVIRONMENT: Mapping[str, str] = {  # every environment variable that this package reads -> the field it sets
-    "JAXSERVE_COMPILE_CACHE": "runtime.compile_cache",
-    "JAXSERVE_LOG_LEVEL": "runtime.log_level",
-    "OTEL_EXPORTER_OTLP_ENDPOINT": "runtime.trace_endpoint",
-    "OTEL_SERVICE_NAME": "runtime.trace_service",
-    "JAXSERVE_COORDINATOR": "hosts.coordinator",
-    "JAXSERVE_NUM_PROCESSES": "hosts.num_processes",
-    "JAXSERVE_PROCESS_ID": "hosts.process_id",
-    "JAXSERVE_HOSTS_SECRET_FILE": "hosts.secret_file",
-}
 _PATHS = (
     "model.path",
     "cache.scales",
@@ -172,8 +164,10 @@ class _Mistakes:
             raise ConfigError(texts[0])
 
 
+_SECRETS = re.compile(r"(secret|tokens?|keys)_file$|tls_key$")  # somebody may give the secret in the file's place
 _DEFAULT = _Place(0, 0, "default")
 _FILE, _ENVIRONMENT, _OVERRIDE = 1, 2, 3
+_FROM_ENVIRONMENT = "environment "
 
 
 def load_config(
@@ -181,8 +175,12 @@ def load_config(
     overrides: Mapping[str, object] | Sequence[str] = (),
     *,
     environ: Mapping[str, str] | None = None,
+    every_variable: bool = True,
 ) -> ResolvedConfig:
     """Defaults, then the file, then the environment, then `overrides`; the later wins.
+
+    `every_variable`: each setting has a variable, and one that names none is a mistake; otherwise those of
+    `ENVIRONMENT` count alone, for programs whose settings are the arguments of calls.
 
     `overrides` is a mapping from dotted names (or nested sections) to values, or a list of "a.b=c" whose values are
     YAML. Relative paths in a file are relative to the file's directory, elsewhere to the working directory; "~" is the
@@ -195,7 +193,8 @@ def load_config(
     settings = {doc.name: _Setting(doc.default, _DEFAULT) for doc in field_docs()}
     if path is not None:
         settings.update(_read_file(Path(path), mistakes))
-    settings.update(_read_environment(os.environ if environ is None else environ, mistakes))
+    variables = os.environ if environ is None else environ
+    settings.update(_read_environment(variables, mistakes, every_variable=every_variable))
     settings.update(_read_overrides(overrides, mistakes))
     paths = {*_PATHS, *(path for path, (name, value) in _PATHS_IF.items() if settings[name].value == value)}
     settings |= {name: _resolve_path(settings[name]) for name in paths}
@@ -218,12 +217,21 @@ def refuse_settings_of_others(
     ignored = [
         f"{doc.name} ({source})"
         for doc in field_docs()
-        if (source := resolved.sources[doc.name]) != "default" and not source.startswith("environment ")
+        if (source := resolved.sources[doc.name]) != "default" and not source.startswith(_FROM_ENVIRONMENT)
         if _is_within(doc.name, but_not) or not _is_within(doc.name, read)
         if get_value(resolved.config, doc.name) != doc.default
     ]
     if ignored:
         raise ConfigError(f"{command} does not use {', '.join(ignored)}; set this for the servers, or leave it out")
+
+
+def settings_from_environment(resolved: ResolvedConfig) -> dict[str, str]:
+    """Dotted name of each setting that the environment has set -> the variable."""
+    return {
+        name: source.removeprefix(_FROM_ENVIRONMENT)
+        for name, source in resolved.sources.items()
+        if source.startswith(_FROM_ENVIRONMENT)
+    }
 
 
 def _is_within(name: str, sections: Sequence[str]) -> bool:
@@ -302,14 +310,27 @@ def _read_file(path: Path, mistakes: _Mistakes) -> dict[str, _Setting]:
     return _leaves(tree or {}, "", place, path.absolute().parent, mistakes)
 
 
-def _read_environment(environ: Mapping[str, str], mistakes: _Mistakes) -> dict[str, _Setting]:
+def _read_environment(environ: Mapping[str, str], mistakes: _Mistakes, *, every_variable: bool) -> dict[str, _Setting]:
+    known = dict(ENVIRONMENT)
+    if every_variable:
+        known |= {variable_of(name): name for name in _FIELDS}
+        for variable in claimed_variables(environ):
+            if variable not in known:
+                mistakes.note(_environment_place(variable), f"there is no such setting; {hint_of(variable, _FIELDS)}")
     settings: dict[str, _Setting] = {}
-    for variable, name in ENVIRONMENT.items():
-        if environ.get(variable):
-            place = _Place(_ENVIRONMENT, 0, f"environment {variable}")
-            with mistakes.noted(place):
-                settings[name] = _Setting(parse_yaml(environ[variable], place.text), place)
+    for variable, name in known.items():
+        if not environ.get(variable):
+            continue
+        place = _environment_place(variable)
+        if name in settings:
+            mistakes.note(place, f"{name} is set by {settings[name].place.text}, too; leave one of the two out")
+        with mistakes.noted(place):
+            settings[name] = _Setting(parse_yaml(environ[variable], place.text), place)
     return settings
+
+
+def _environment_place(variable: str) -> _Place:
+    return _Place(_ENVIRONMENT, 0, f"{_FROM_ENVIRONMENT}{variable}")
 
 
 def _read_overrides(overrides: Mapping[str, object] | Sequence[str], mistakes: _Mistakes) -> dict[str, _Setting]:
@@ -402,7 +423,8 @@ def _validate(settings: Mapping[str, _Setting], mistakes: _Mistakes) -> Config |
             info, setting = _FIELDS[name], settings[name]
             hint = " (quote it to make it text)" if _is_text(info) and isinstance(setting.value, int | float) else ""
             wanted = _describe_type(info.annotation, info.metadata)
-            mistakes.note(setting.place, f"{name} is {setting.value!r:.80}, but must be {wanted}{hint}")
+            given = "a value that is not shown" if _SECRETS.search(name) else f"{setting.value!r:.80}"
+            mistakes.note(setting.place, f"{name} is {given}, but must be {wanted}{hint}")
         return None
 
 
