@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import make_config_docs
@@ -423,7 +424,7 @@ def test_the_schema_for_editors_is_up_to_date_and_printed(capsys: pytest.Capture
     jsonschema.Draft202012Validator.check_schema(json.loads(kept))
 
 
-def _is_valid(tree: object) -> bool:
+def _is_valid(tree: Any) -> bool:
     return jsonschema.Draft202012Validator(config_json_schema()).is_valid(tree)
 
 
