@@ -16,6 +16,7 @@ import rich.logging
 import rich.progress
 import rich.text
 
+from jaxserve.config import ResolvedConfig, settings_from_environment
 from jaxserve.config.schema import RuntimeConfig
 from jaxserve.errors import JaxserveError
 from jaxserve.offline import Counts, Result
@@ -52,6 +53,13 @@ def set_up_logging(config: RuntimeConfig, *, warnings_alone: bool = False) -> No
     if warnings_alone:
         logger.setLevel(max(logger.level, logging.WARNING))
     logger.propagate = False
+
+
+def log_environment(resolved: ResolvedConfig) -> None:
+    """Says which settings came from the environment, which no file shows. Values are not told."""
+    if found := settings_from_environment(resolved):
+        names = ", ".join(f"{name} ({variable})" for name, variable in found.items())
+        logging.getLogger("jaxserve").info("settings from the environment: %s", names)
 
 
 def complain(line: str) -> None:

@@ -29,13 +29,17 @@ class JaxserveError(Exception):
 
 
 class UserError(JaxserveError):
-    """Something the user can change. A command line prints it in one line and exits with 2."""
+    """Something the user can change. A command line prints it, in one line for each mistake, and exits with 2."""
 
     status = Status.INVALID
 
 
 class ConfigError(UserError):
     """A config file, an override or an environment variable is unusable."""
+
+
+class SeveralMistakes(ConfigError):
+    """A config with more than one mistake: the message has a line for each."""
 
 
 class PolicyError(UserError):

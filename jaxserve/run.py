@@ -31,10 +31,10 @@ from jaxserve.cli.options import (
     run_app,
     with_model,
 )
-from jaxserve.config import ResolvedConfig, for_batches, load_config
+from jaxserve.config import ResolvedConfig, for_batches, load_config, settings_from_environment
 from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import HostsConfig
-from jaxserve.console import BatchBar, TextWriter, complain, leave_without_devices, set_up_logging
+from jaxserve.console import BatchBar, TextWriter, complain, leave_without_devices, log_environment, set_up_logging
 from jaxserve.engine import AnyEngine, refuse_url
 from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError
 from jaxserve.offline import InOrder, Result, open_under, read_pictures, run_jobs
@@ -203,6 +203,7 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str], *, tell: bool
     """`tell`: people are told how to call the HTTP door."""
     from jaxserve.serve.handoff import HandoffSetup
     from jaxserve.serve.how_to_call import how_to_call
+    from jaxserve.serve.orders import ShownSettings
     from jaxserve.serve.ports import hold_ports
     from jaxserve.serve.service import (  # gRPC: not needed for prompts
         HUNG,
@@ -221,6 +222,7 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str], *, tell: bool
             "nothing to do: give --prompt TEXT or --input FILE to answer prompts, or a port to serve: `jaxserve serve "
             "MODEL --port 8000` is for HTTP, --set serve.grpc.port=8500 for gRPC"
         )
+    log_environment(resolved)
     check_serve_config(serve)  # a wrong file is reported before minutes are spent on loading
     check_tracing(resolved.config.runtime)
     with (
@@ -229,7 +231,7 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str], *, tell: bool
         observe_requests(assembly.engine, resolved.config.runtime),
     ):
         handoff = None if assembly.pages is None else HandoffSetup(resolved.config.handoff, assembly.pages)
-        settings = resolved.config.model_dump(mode="json")
+        settings = ShownSettings(resolved.config.model_dump(mode="json"), settings_from_environment(resolved))
         directory = resolved.config.adapters.directory
 
         def on_ready(addresses: Addresses) -> None:

@@ -1,13 +1,17 @@
 """Loading a config: sources, precedence, and that every mistake is one line which says what to change."""
 
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import make_config_docs
 import pytest
 import yaml
 
+from jaxserve.cli import main
 from jaxserve.config import (
     ENVIRONMENT,
     field_docs,
@@ -18,9 +22,12 @@ from jaxserve.config import (
     load_config,
     policy_of,
     section_docs,
+    settings_from_environment,
 )
+from jaxserve.config.json_schema import config_json_schema
 from jaxserve.config.schema import Config
-from jaxserve.errors import ConfigError
+from jaxserve.config.yaml_lines import parse_yaml, read_yaml
+from jaxserve.errors import ConfigError, SeveralMistakes
 
 ROOT = Path(__file__).parents[1]
 
@@ -137,10 +144,9 @@ def test_the_location_of_a_store_is_a_path_where_the_store_is_a_directory(tmp_pa
         assert load_config(None, settings, environ={}).config.store.location == location
 
 
-def test_the_environment_is_a_short_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_some_settings_have_short_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config(environ={"JAXSERVE_COMPILE_CACHE": "null"}).config.runtime.compile_cache is None
     assert load_config(environ={"JAXSERVE_COMPILE_CACHE": ""}).sources["runtime.compile_cache"] == "default"
-    assert load_config(environ={"JAXSERVE_CACHE_NUM_PAGES": "3"}).config == load_config(environ={}).config
     with pytest.raises(ConfigError, match="environment JAXSERVE_LOG_LEVEL: runtime.log_level is 'loud'.*one of debug"):
         load_config(environ={"JAXSERVE_LOG_LEVEL": "loud"})
     values = {
@@ -152,6 +158,94 @@ def test_the_environment_is_a_short_list(monkeypatch: pytest.MonkeyPatch) -> Non
     for variable, name in ENVIRONMENT.items():
         monkeypatch.setenv(variable, values.get(variable, "null"))
         assert load_config().sources[name] == f"environment {variable}"
+
+
+def test_every_setting_has_a_variable() -> None:
+    for doc in field_docs():
+        variable = f"JAXSERVE_{doc.name.upper().replace('.', '__')}"
+        resolved = load_config(environ={variable: yaml.safe_dump(doc.default)})
+        assert resolved.sources[doc.name] == f"environment {variable}"
+        assert settings_from_environment(resolved) == {doc.name: variable}
+        assert resolved.config == load_config(environ={}).config
+
+
+def test_the_environment_comes_between_the_file_and_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path, "sched: {max_rows: 1}\nruntime: {token_buckets: [8]}")
+    environ = {"JAXSERVE_SCHED__MAX_ROWS": "4", "JAXSERVE_RUNTIME__TOKEN_BUCKETS": "null"}
+    config = load_config(path, environ=environ).config
+    assert (config.sched.max_rows, config.runtime.token_buckets) == (4, None)
+    assert load_config(path, ["sched.max_rows=5"], environ=environ).config.sched.max_rows == 5
+    lists = {
+        "JAXSERVE_RUNTIME__TOKEN_BUCKETS": "[64, 128]",
+        "JAXSERVE_ADAPTERS__LOAD": "{a: a}",
+        "JAXSERVE_MODEL__NAME": "'7'",
+        "JAXSERVE_SCHED__MAX_ROWS": "",
+    }
+    config = load_config(path, environ=lists).config
+    assert (config.runtime.token_buckets, config.model.name, config.sched.max_rows) == ([64, 128], "7", 1)
+    assert config.adapters.load == {"a": os.path.abspath("a")}, "relative to the working directory"
+
+
+@pytest.mark.parametrize(
+    ("variable", "fragment"),
+    [
+        ("JAXSERVE_SCHED__MAX_ROW", "did you mean 'JAXSERVE_SCHED__MAX_ROWS'?"),
+        ("JAXSERVE_CACHE_NUM_PAGES", "did you mean 'JAXSERVE_CACHE__NUM_PAGES'?"),
+        ("JAXSERVE_NUM_PAGES", "did you mean 'JAXSERVE_CACHE__NUM_PAGES'?"),
+        ("JAXSERVE_SERVE__HTTP__API_KEY", "here it is 'serve.http.api_keys_file'"),
+        ("JAXSERVE_LOG_LEVELS", "did you mean 'JAXSERVE_LOG_LEVEL'?"),
+        ("JAXSERVE_MAX_MODEL_LEN", "model.max_len"),
+        ("JAXSERVE_QUITE_DIFFERENT", "settings are 'JAXSERVE_SCHED__MAX_ROWS' and so on"),
+        ("JAXSERVE_PORT", "JAXSERVE_"),
+        ("JAXSERVE_SERVICE__PORT", "did you mean"),
+    ],
+)
+def test_a_variable_that_sets_nothing_is_refused_and_its_value_is_not_told(variable: str, fragment: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(environ={variable: "sk-secret"})
+    message = str(caught.value)
+    assert message.startswith(f"environment {variable}: there is no such setting; ") and fragment in message
+    assert "sk-secret" not in message
+    assert load_config(environ={variable: "sk-secret"}, every_variable=False).config == load_config(environ={}).config
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    others = {
+        "JAXSERVE_SERVICE_HOST": "10.0.0.1",
+        "JAXSERVE_SERVICE_PORT": "8500",
+        "JAXSERVE_SERVICE_PORT_GRPC": "8500",
+        "JAXSERVE_PORT": "tcp://10.0.0.1:8500",
+        "JAXSERVE_PORT_8500_TCP": "tcp://10.0.0.1:8500",
+        "JAXSERVE_PORT_8500_TCP_PROTO": "tcp",
+        "JAXSERVE_CPU_REPLICAS_SERVICE_PORT_HTTP": "8000",
+        "JAXSERVE_CPU_REPLICAS_PORT": "tcp://10.0.0.1:8500",
+        "JAXSERVE_TEST_CACHE": "off",
+        "JAXSERVER_X": "1",
+    }
+    assert set(load_config(environ=others).sources.values()) == {"default"}
+
+
+def test_programs_have_the_short_variables_alone() -> None:
+    environ = {"JAXSERVE_SCHED__MAX_ROWS": "4", "JAXSERVE_LOG_LEVEL": "error"}
+    resolved = load_config(environ=environ, every_variable=False)
+    assert settings_from_environment(resolved) == {"runtime.log_level": "JAXSERVE_LOG_LEVEL"}
+
+
+def test_two_variables_of_one_setting_are_a_mistake() -> None:
+    environ = {"JAXSERVE_LOG_LEVEL": "error", "JAXSERVE_RUNTIME__LOG_LEVEL": "error"}
+    with pytest.raises(ConfigError, match="LOG_LEVEL: runtime.log_level is set by environment JAXSERVE_LOG_LEVEL, too"):
+        load_config(environ=environ)
+
+
+def test_what_may_be_a_secret_is_not_told() -> None:
+    for name in ("serve.http.api_keys_file", "serve.grpc.tokens_file", "store.secret_file", "serve.http.tls_key"):
+        for source in (
+            {"overrides": {name: 12345}},
+            {"environ": {f"JAXSERVE_{name.upper().replace('.', '__')}": "12345"}},
+        ):
+            with pytest.raises(ConfigError, match=f"{name} is a value that is not shown, but must be text") as caught:
+                load_config(None, **{"environ": {}, **source})
+            assert "12345" not in str(caught.value)
 
 
 def test_format_loads_again(tmp_path: Path) -> None:
@@ -236,6 +330,46 @@ def test_a_wrong_file_is_one_line_with_the_place(
     assert all(fragment in message for fragment in fragments), message
 
 
+def test_all_mistakes_are_told_at_once_by_their_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "cache:\n  num_pages: 0\n  page_sise: 16\nmodel:\n  dtype: 7\nkernels: 3\nsched: {a.b: 1}\n")
+    given = ["cache.dtype=int7", "quite.different=1", "nothing", "model.path=[", "runtime.token_buckets=[0, x]"]
+    with pytest.raises(SeveralMistakes) as caught:
+        load_config(path, given, environ={"JAXSERVE_LOG_LEVEL": "loud"})
+    lines = str(caught.value).splitlines()
+    wanted = [
+        f"{path}:2: cache.num_pages is 0, but must be an integer of at least 1, or null",
+        f"{path}:3: unknown key 'cache.page_sise'; did you mean 'cache.page_size'?",
+        f"{path}:5: model.dtype is 7, but must be one of auto",
+        f"{path}:6: kernels is 3, but must be a section",
+        f"{path}:7: unknown key 'sched.a.b'; in a mapping",
+        "environment JAXSERVE_LOG_LEVEL: runtime.log_level is 'loud'",
+        "--set: cache.dtype is 'int7'",
+        "--set: unknown key 'quite.different'",
+        "--set wants KEY=VALUE",
+        "--set model.path: not valid YAML",
+        "--set: runtime.token_buckets is [0, 'x']",
+    ]
+    assert len(lines) == len(wanted)
+    assert all(line.startswith(beginning) for line, beginning in zip(lines, wanted, strict=True)), lines
+    flags = [word for one in given[:3] for word in ("--set", one)]
+    assert main(["config", "--config", str(path), *flags]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.splitlines()[:5] == [f"error: {line}" for line in lines[:5]]
+    assert len(told.err.splitlines()) == 8
+
+
+def test_a_file_that_cannot_be_read_hides_no_other_mistake(tmp_path: Path) -> None:
+    with pytest.raises(SeveralMistakes) as caught:
+        load_config(tmp_path / "none.yaml", {"cache.num_pages": 0, "kernel": 1}, environ={})
+    assert [line.partition(" ")[0] for line in str(caught.value).splitlines()] == ["cannot", "override:", "override:"]
+
+
+def test_a_mistake_that_a_later_source_replaces_is_none(tmp_path: Path) -> None:
+    path = write(tmp_path, "cache: {num_pages: 0}")
+    assert load_config(path, ["cache.num_pages=1"], environ={}).config.cache.num_pages == 1
+
+
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just text\n", "7\n"])
 def test_a_file_must_hold_sections(tmp_path: Path, text: str) -> None:
     assert "a config file holds sections (model, cache" in failure(write(tmp_path, text))
@@ -277,6 +411,66 @@ def test_every_section_has_a_sentence() -> None:
 def test_the_page_of_the_docs_is_up_to_date() -> None:
     """When this fails: python scripts/make_config_docs.py"""
     assert make_config_docs.PAGE.read_text(encoding="utf-8") == make_config_docs.render()
+
+
+def test_the_schema_for_editors_is_up_to_date_and_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """When this fails: python scripts/make_config_docs.py"""
+    kept = make_config_docs.SCHEMA.read_text(encoding="utf-8")
+    assert kept == make_config_docs.render_schema()
+    assert main(["config", "schema"]) == 0
+    assert capsys.readouterr().out == kept
+    assert main(["config", "schema", "--set", "cache.num_pages=1"]) == 2
+    assert "leave out --config and --set" in capsys.readouterr().err
+    jsonschema.Draft202012Validator.check_schema(json.loads(kept))
+
+
+def _is_valid(tree: Any) -> bool:
+    return jsonschema.Draft202012Validator(config_json_schema()).is_valid(tree)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_name_the_schema_and_follow_it(path: Path) -> None:
+    first, _, _ = path.read_text(encoding="utf-8").partition("\n")
+    named = first.removeprefix("# yaml-language-server: $schema=")
+    assert named != first and (path.parent / named).samefile(make_config_docs.SCHEMA)
+    tree, _ = read_yaml(path)
+    assert _is_valid(tree)
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("cache:\nserve: {grpc: }", True),
+        ("cache: {num_pages: null}", True),
+        ("cache: {num_pages: 0}", False),
+        ("cache: {num_page: 1}", False),
+        ("kernel: {}", False),
+        ("cache: 7", False),
+        ("model: {dtype: float16}", False),
+        ("model: {name: 7}", False),
+        ("runtime: {token_buckets: [8, 0]}", False),
+        ("serve: {tenants: {named: {a: {burst: 1}}}}", False),
+    ],
+)
+def test_the_schema_accepts_what_the_loader_accepts(text: str, valid: bool, tmp_path: Path) -> None:
+    assert _is_valid(parse_yaml(text, "here")) == valid
+    if valid:
+        load_config(write(tmp_path, text), environ={})
+    else:
+        failure(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("doc", field_docs(), ids=lambda doc: doc.name)
+def test_the_schema_describes_each_setting(doc) -> None:
+    place = config_json_schema()
+    sections = place["$defs"]
+    *folders, last = doc.name.split(".")
+    for name in folders:
+        reference, _ = place["properties"][name]["anyOf"]
+        place = sections[reference["$ref"].rpartition("/")[2]]
+    assert place["additionalProperties"] is False
+    assert place["properties"][last]["description"] == doc.description
+    assert jsonschema.Draft202012Validator({**place["properties"][last], "$defs": sections}).is_valid(doc.default)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

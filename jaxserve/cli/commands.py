@@ -12,14 +12,15 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from jaxserve import __version__
 from jaxserve.cli.options import DEFECT, ConfigOption, ModelOption, SetOption, one_line, with_model
 from jaxserve.config import format_config, load_config, refuse_settings_of_others
-from jaxserve.console import complain, set_up_logging
+from jaxserve.config.json_schema import config_json_schema
+from jaxserve.console import complain, log_environment, set_up_logging
 from jaxserve.errors import ConfigError, Status
 from jaxserve.new_directory import new_directory
 from jaxserve.progress import show_progress
@@ -34,8 +35,19 @@ _SERVERS_ALONE = (
 )
 
 
-def config_command(config: ConfigOption = None, set_: SetOption = None) -> None:
+def config_command(
+    what: Annotated[
+        Literal["schema"] | None, typer.Argument(help="schema: the JSON Schema of config files instead, for editors.")
+    ] = None,
+    config: ConfigOption = None,
+    set_: SetOption = None,
+) -> None:
     """Print the resolved config, each value with where it came from."""
+    if what is not None:
+        if config is not None or set_:
+            raise ConfigError("the schema is that of every config: leave out --config and --set")
+        print(json.dumps(config_json_schema(), indent=1, ensure_ascii=False))
+        return
     print(format_config(load_config(config, set_ or ())), end="")
 
 
@@ -220,6 +232,7 @@ def route_command(
     resolved = load_config(config, [*(set_ or ()), *flags])
     refuse_settings_of_others(resolved, "jaxserve route", _ROUTER_READS, _SERVERS_ALONE)
     set_up_logging(resolved.config.runtime)
+    log_environment(resolved)
     return route_forever(resolved.config)
 
 
@@ -237,6 +250,7 @@ def kv_server_command(
     resolved = load_config(config, [*(set_ or ()), *flags])
     refuse_settings_of_others(resolved, "jaxserve kv-server", ("kv_server", *_LOGGING))
     set_up_logging(resolved.config.runtime)
+    log_environment(resolved)
     return kv_server_forever(resolved.config)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxserve.errors import EngineStopped, UserError
+from jaxserve.errors import EngineStopped, SeveralMistakes, UserError
 
 DEFECT = 1
 USER_ERROR = 2
@@ -38,11 +38,15 @@ def one_line(error: BaseException) -> str:
 
 
 def run_app(command: Any, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Runs a Click command and returns the exit code. An error that the user caused becomes one line on stderr."""
+    """Runs a Click command and returns the exit code. A mistake of the user becomes one line on stderr."""
     try:
         code = command.main(args=arguments, prog_name=program, standalone_mode=False)
     except typer.TyperException as error:
         _complain(f"error: {' '.join(_message(error).split())} (see {_path(error) or program} --help)")
+        return USER_ERROR
+    except SeveralMistakes as error:
+        for mistake in str(error).splitlines():
+            _complain(f"error: {mistake}")
         return USER_ERROR
     except UserError as error:
         _complain(f"error: {one_line(error)}")

@@ -11,6 +11,7 @@ import difflib
 import functools
 import inspect
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,22 +21,13 @@ from typing import Any, Literal, NamedTuple
 import pydantic
 import yaml
 
+from jaxserve.config.environment import ENVIRONMENT, claimed_variables, hint_of, variable_of
 from jaxserve.config.model_path import PACKAGED
 from jaxserve.config.schema import Config, Section
 from jaxserve.config.yaml_lines import parse_yaml, read_yaml
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, SeveralMistakes
 from jaxserve.other_names import Place, answer
 
-ENVIRONMENT: Mapping[str, str] = {  # every environment variable that this package reads -> the field it sets
-    "JAXSERVE_COMPILE_CACHE": "runtime.compile_cache",
-    "JAXSERVE_LOG_LEVEL": "runtime.log_level",
-    "OTEL_EXPORTER_OTLP_ENDPOINT": "runtime.trace_endpoint",
-    "OTEL_SERVICE_NAME": "runtime.trace_service",
-    "JAXSERVE_COORDINATOR": "hosts.coordinator",
-    "JAXSERVE_NUM_PROCESSES": "hosts.num_processes",
-    "JAXSERVE_PROCESS_ID": "hosts.process_id",
-    "JAXSERVE_HOSTS_SECRET_FILE": "hosts.secret_file",
-}
 _PATHS = (
     "model.path",
     "cache.scales",
@@ -134,10 +126,49 @@ class FieldDoc(NamedTuple):
     description: str
 
 
+class _Place(NamedTuple):
+    """Where a value was written. Places in their order are the sources in their order, and lines from the top."""
+
+    rank: int
+    line: int
+    text: str  # for messages
+
+
 class _Setting(NamedTuple):
     value: object
-    source: str
+    place: _Place
     folder: Path | None = None  # the base of relative paths; None: the working directory
+
+
+class _Mistakes:
+    """All that is wrong in the sources of one config, to be told at once."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[_Place, str]] = []
+
+    def note(self, place: _Place, text: str) -> None:
+        self._found.append((place, f"{place.text}: {text}"))
+
+    @contextlib.contextmanager
+    def noted(self, place: _Place) -> Iterator[None]:
+        """An error of the block has the place in its message already."""
+        try:
+            yield
+        except ConfigError as error:
+            self._found.append((place, str(error)))
+
+    def raise_if_any(self) -> None:
+        texts = [text for _, text in sorted(self._found)]
+        if len(texts) > 1:
+            raise SeveralMistakes("\n".join(" ".join(text.split()) for text in texts))
+        if texts:
+            raise ConfigError(texts[0])
+
+
+_SECRETS = re.compile(r"(secret|tokens?|keys)_file$|tls_key$")  # somebody may give the secret in the file's place
+_DEFAULT = _Place(0, 0, "default")
+_FILE, _ENVIRONMENT, _OVERRIDE = 1, 2, 3
+_FROM_ENVIRONMENT = "environment "
 
 
 def load_config(
@@ -145,25 +176,35 @@ def load_config(
     overrides: Mapping[str, object] | Sequence[str] = (),
     *,
     environ: Mapping[str, str] | None = None,
+    every_variable: bool = True,
 ) -> ResolvedConfig:
     """Defaults, then the file, then the environment, then `overrides`; the later wins.
+
+    `every_variable`: each setting has a variable, and one that names none is a mistake; otherwise those of
+    `ENVIRONMENT` count alone, for programs whose settings are the arguments of calls.
 
     `overrides` is a mapping from dotted names (or nested sections) to values, or a list of "a.b=c" whose values are
     YAML. Relative paths in a file are relative to the file's directory, elsewhere to the working directory; "~" is the
     home directory; the model paths "demo" and "demo-vision" name models inside the package and are never files.
 
-    Raises ConfigError in one line: where, which key, what was given, what is wanted.
+    Raises ConfigError in one line: where, which key, what was given, what is wanted; SeveralMistakes with a line for
+    each mistake.
     """
-    settings = {doc.name: _Setting(doc.default, "default") for doc in field_docs()}
+    mistakes = _Mistakes()
+    settings = {doc.name: _Setting(doc.default, _DEFAULT) for doc in field_docs()}
     if path is not None:
-        settings.update(_read_file(Path(path)))
-    settings.update(_read_environment(os.environ if environ is None else environ))
-    settings.update(_read_overrides(overrides))
+        settings.update(_read_file(Path(path), mistakes))
+    variables = os.environ if environ is None else environ
+    settings.update(_read_environment(variables, mistakes, every_variable=every_variable))
+    settings.update(_read_overrides(overrides, mistakes))
     paths = {*_PATHS, *(path for path, (name, value) in _PATHS_IF.items() if settings[name].value == value)}
     settings |= {name: _resolve_path(settings[name]) for name in paths}
     settings |= {name: _resolve_table(settings[name]) for name in _PATH_TABLES}
     settings |= {name: _resolve_code(settings[name]) for name in _CODE}
-    return ResolvedConfig(config=_validate(settings), sources={n: s.source for n, s in settings.items()})
+    config = _validate(settings, mistakes)
+    mistakes.raise_if_any()
+    assert config is not None, "a config is missing only where a mistake was noted"
+    return ResolvedConfig(config=config, sources={name: one.place.text for name, one in settings.items()})
 
 
 def refuse_settings_of_others(
@@ -178,12 +219,21 @@ def refuse_settings_of_others(
     ignored = [
         f"{doc.name} ({source})"
         for doc in field_docs()
-        if (source := resolved.sources[doc.name]) != "default" and not source.startswith("environment ")
+        if (source := resolved.sources[doc.name]) != "default" and not source.startswith(_FROM_ENVIRONMENT)
         if _is_within(doc.name, but_not) or not _is_within(doc.name, read)
         if get_value(resolved.config, doc.name) != doc.default
     ]
     if ignored:
         raise ConfigError(f"{command} does not use {', '.join(ignored)}; set this for the servers, or leave it out")
+
+
+def settings_from_environment(resolved: ResolvedConfig) -> dict[str, str]:
+    """Dotted name of each setting that the environment has set -> the variable."""
+    return {
+        name: source.removeprefix(_FROM_ENVIRONMENT)
+        for name, source in resolved.sources.items()
+        if source.startswith(_FROM_ENVIRONMENT)
+    }
 
 
 def _is_within(name: str, sections: Sequence[str]) -> bool:
@@ -247,72 +297,103 @@ _SECTIONS: dict[str, type[pydantic.BaseModel]] = {}
 _collect(Config)
 
 
-def _read_file(path: Path) -> dict[str, _Setting]:
-    tree, lines = read_yaml(path)
+def _read_file(path: Path, mistakes: _Mistakes) -> dict[str, _Setting]:
+    tree: object = None
+    lines: dict[str, int] = {}
+    with mistakes.noted(whole := _Place(_FILE, 0, str(path))):
+        tree, lines = read_yaml(path)
     if not isinstance(tree, dict | None):
-        raise ConfigError(f"{path}: a config file holds sections ({', '.join(Config.model_fields)}), got {tree!r:.80}")
-    folder = path.absolute().parent
-    return {
-        name: _Setting(value, f"{path}:{lines[name]}", folder)
-        for name, value in _leaves(tree or {}, "", lambda key: f"{path}:{lines[key]}")
-    }
+        mistakes.note(whole, f"a config file holds sections ({', '.join(Config.model_fields)}), got {tree!r:.80}")
+        return {}
+
+    def place(name: str) -> _Place:
+        return _Place(_FILE, lines[name], f"{path}:{lines[name]}")
+
+    return _leaves(tree or {}, "", place, path.absolute().parent, mistakes)
 
 
-def _read_environment(environ: Mapping[str, str]) -> dict[str, _Setting]:
-    return {
-        name: _Setting(parse_yaml(environ[variable], f"environment {variable}"), f"environment {variable}")
-        for variable, name in ENVIRONMENT.items()
-        if environ.get(variable)
-    }
-
-
-def _read_overrides(overrides: Mapping[str, object] | Sequence[str]) -> dict[str, _Setting]:
-    source = "override" if isinstance(overrides, Mapping) else "--set"
-    if isinstance(overrides, Mapping):
-        pairs = list(overrides.items())
-    else:
-        pairs = []
-        for item in overrides:
-            key, equals, text = item.partition("=")
-            if not equals or not key:
-                raise ConfigError(f"--set wants KEY=VALUE, such as cache.num_pages=24; got {item!r}")
-            pairs.append((key.strip(), parse_yaml(text, f"--set {key}")))
+def _read_environment(environ: Mapping[str, str], mistakes: _Mistakes, *, every_variable: bool) -> dict[str, _Setting]:
+    known = dict(ENVIRONMENT)
+    if every_variable:
+        known |= {variable_of(name): name for name in _FIELDS}
+        for variable in claimed_variables(environ):
+            if variable not in known:
+                mistakes.note(_environment_place(variable), f"there is no such setting; {hint_of(variable, _FIELDS)}")
     settings: dict[str, _Setting] = {}
-    for key, value in pairs:
-        section, _, last = key.rpartition(".")
-        if section not in _SECTIONS:
-            raise _unknown_key(key, source)
-        for name, leaf in _leaves({last: value}, f"{section}." if section else "", lambda _: source):
-            settings[name] = _Setting(leaf, source)
+    for variable, name in known.items():
+        if not environ.get(variable):
+            continue
+        place = _environment_place(variable)
+        if name in settings:
+            mistakes.note(place, f"{name} is set by {settings[name].place.text}, too; leave one of the two out")
+        with mistakes.noted(place):
+            settings[name] = _Setting(parse_yaml(environ[variable], place.text), place)
     return settings
 
 
-def _leaves(tree: Mapping[str, object], prefix: str, where: Callable[[str], str]) -> Iterator[tuple[str, object]]:
+def _environment_place(variable: str) -> _Place:
+    return _Place(_ENVIRONMENT, 0, f"{_FROM_ENVIRONMENT}{variable}")
+
+
+def _read_overrides(overrides: Mapping[str, object] | Sequence[str], mistakes: _Mistakes) -> dict[str, _Setting]:
+    settings: dict[str, _Setting] = {}
+    if isinstance(overrides, Mapping):
+        for number, (key, value) in enumerate(overrides.items()):
+            settings |= _override(key, value, _Place(_OVERRIDE, number, "override"), mistakes)
+        return settings
+    for number, item in enumerate(overrides):
+        place = _Place(_OVERRIDE, number, "--set")
+        key, equals, text = item.partition("=")
+        with mistakes.noted(place):
+            if not equals or not key:
+                raise ConfigError(f"--set wants KEY=VALUE, such as cache.num_pages=24; got {item!r}")
+            settings |= _override(key.strip(), parse_yaml(text, f"--set {key}"), place, mistakes)
+    return settings
+
+
+def _override(key: str, value: object, place: _Place, mistakes: _Mistakes) -> dict[str, _Setting]:
+    section, _, last = key.rpartition(".")
+    if section not in _SECTIONS:
+        mistakes.note(place, _unknown_key(key))
+        return {}
+    return _leaves({last: value}, f"{section}." if section else "", lambda _: place, None, mistakes)
+
+
+def _leaves(
+    tree: Mapping[str, object],
+    prefix: str,
+    place: Callable[[str], _Place],
+    folder: Path | None,
+    mistakes: _Mistakes,
+) -> dict[str, _Setting]:
+    """The settings below a section. `place`: of a dotted name."""
+    settings: dict[str, _Setting] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if "." in key:  # two spellings of one setting in one place would hide a double
-            raise ConfigError(f"{where(name)}: unknown key {name!r}; in a mapping, sections are nested")
-        if name in _FIELDS:
-            yield name, value
+            mistakes.note(place(name), f"unknown key {name!r}; in a mapping, sections are nested")
+        elif name in _FIELDS:
+            settings[name] = _Setting(value, place(name), folder)
         elif name not in _SECTIONS:
-            raise _unknown_key(name, where(name))
+            mistakes.note(place(name), _unknown_key(name))
         elif isinstance(value, Mapping):
-            yield from _leaves(value, f"{name}.", where)
+            settings |= _leaves(value, f"{name}.", place, folder, mistakes)
         elif value is not None:  # a section whose lines are all commented out is empty
-            raise ConfigError(f"{where(name)}: {name} is {value!r:.80}, but must be a section of settings")
+            mistakes.note(place(name), f"{name} is {value!r:.80}, but must be a section of settings")
+    return settings
 
 
-def _unknown_key(name: str, where: str) -> ConfigError:
+def _unknown_key(name: str) -> str:
     section, _, last = name.rpartition(".")
     if (here := answer(last, Place.SETTING)) is not None:
-        return ConfigError(f"{where}: unknown key {name!r}; {here}")
+        return f"unknown key {name!r}; {here}"
     prefix = f"{section}." if section in _SECTIONS and section else ""
     known = list(_SECTIONS[prefix.rstrip(".")].model_fields)
     close = [prefix + k for k in difflib.get_close_matches(last, known, n=1)]
     close += [n for n in _FIELDS if n.rpartition(".")[2] == last]
     close += difflib.get_close_matches(name, _FIELDS, n=1)
     hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(prefix + k for k in known)}"
-    return ConfigError(f"{where}: unknown key {name!r}; {hint}")
+    return f"unknown key {name!r}; {hint}"
 
 
 def _resolve_path(setting: _Setting) -> _Setting:
@@ -339,7 +420,7 @@ def _resolve_code(setting: _Setting) -> _Setting:
     return setting if not middle else setting._replace(value=f"{setting.folder / file}{middle}{name}")
 
 
-def _validate(settings: Mapping[str, _Setting]) -> Config:
+def _validate(settings: Mapping[str, _Setting], mistakes: _Mistakes) -> Config | None:
     tree: dict[str, Any] = {}
     for name, setting in settings.items():
         *sections, key = name.split(".")
@@ -347,16 +428,20 @@ def _validate(settings: Mapping[str, _Setting]) -> Config:
     try:
         return Config.model_validate(tree)
     except pydantic.ValidationError as error:
-        problems = error.errors(include_url=False)
-        # The location goes on into list items and the members of a union: the field is its longest known beginning.
-        location = [str(part) for part in problems[0]["loc"]]
-        name = next(n for i in range(len(location), 0, -1) if (n := ".".join(location[:i])) in _FIELDS)
-        info, setting = _FIELDS[name], settings[name]
-        hint = " (quote it to make it text)" if _is_text(info) and isinstance(setting.value, int | float) else ""
-        raise ConfigError(
-            f"{setting.source}: {name} is {setting.value!r:.80}, but must be "
-            f"{_describe_type(info.annotation, info.metadata)}{hint}"
-        ) from error
+        # One value may be wrong in several ways, an item of a list or a member of a union each; it is told once.
+        for name in dict.fromkeys(_field_of(problem["loc"]) for problem in error.errors(include_url=False)):
+            info, setting = _FIELDS[name], settings[name]
+            hint = " (quote it to make it text)" if _is_text(info) and isinstance(setting.value, int | float) else ""
+            wanted = _describe_type(info.annotation, info.metadata)
+            given = "a value that is not shown" if _SECRETS.search(name) else f"{setting.value!r:.80}"
+            mistakes.note(setting.place, f"{name} is {given}, but must be {wanted}{hint}")
+        return None
+
+
+def _field_of(location: Sequence[int | str]) -> str:
+    """The field in which pydantic found a mistake: the location goes on into list items and members of a union."""
+    parts = [str(part) for part in location]
+    return next(name for i in range(len(parts), 0, -1) if (name := ".".join(parts[:i])) in _FIELDS)
 
 
 def _is_text(info: pydantic.fields.FieldInfo) -> bool:

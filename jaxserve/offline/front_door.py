@@ -120,7 +120,9 @@ class FrontDoor:
             "data_parallel_size": data_parallel_size,
         }
         overrides: dict[str, object] = {SAME[n]: value for n, value in given.items() if value is not None}
-        self._start(load_config(None, {"model.path": os.fspath(model), **overrides}), scheduler, progress=progress)
+        settings = {"model.path": os.fspath(model), **overrides}
+        # A program says all in its arguments: what is set for servers of the same machine does not change it.
+        self._start(load_config(None, settings, every_variable=False), scheduler, progress=progress)
 
     @classmethod
     def from_config(
@@ -131,7 +133,10 @@ class FrontDoor:
         scheduler: "SchedulerChoice | None" = None,
         progress: bool = True,
     ) -> Self:
-        """From a YAML file: `from_config("demo.yaml", overrides={"cache.num_pages": 24})`; None takes the defaults."""
+        """From a YAML file: `from_config("demo.yaml", overrides={"cache.num_pages": 24})`; None takes the defaults.
+
+        As for commands, variables of the environment (docs/config.md) come between the file and `overrides`.
+        """
         door = cls.__new__(cls)
         door._start(load_config(path, overrides), scheduler, progress=progress)
         return door

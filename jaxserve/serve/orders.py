@@ -38,14 +38,21 @@ class Drain:
         return self._engine.num_live
 
 
+class ShownSettings(NamedTuple):
+    """Settings for operators to see: the tree of the config, and those of the environment with their variables."""
+
+    tree: Mapping[str, object]
+    environment: Mapping[str, str] = {}
+
+
 class Orders(NamedTuple):
-    """All that operators may order, and what they may see: `settings`, as the tree of the config.
+    """All that operators may order, and what they may see.
 
     `weights` None: those of this engine stay; `adapters` None: it takes none.
     """
 
     cache: CacheControl
     drain: Drain
-    settings: Mapping[str, object]
+    settings: ShownSettings
     weights: WeightOrders | None = None
     adapters: AdapterOrders | None = None

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from jaxserve.config.addresses import address_of
@@ -37,7 +37,7 @@ from jaxserve.serve.keys import KnownKeys, read_keys, read_listed_keys
 from jaxserve.serve.limits import call_limits, make_tenants
 from jaxserve.serve.loop_watch import LoopWatch
 from jaxserve.serve.open_doors import refuse_half_closed, warn_of_open
-from jaxserve.serve.orders import Drain, Orders
+from jaxserve.serve.orders import Drain, Orders, ShownSettings
 from jaxserve.serve.owners import Owners
 from jaxserve.serve.ports import GRPC, HTTP, HeldPorts
 from jaxserve.serve.refusals import RefusalLog
@@ -100,7 +100,7 @@ def serve_forever(
     ports: HeldPorts = HeldPorts(),  # noqa: B008 (immutable)
     handoff: HandoffSetup | None = None,
     weights: ChangesWeights | None = None,
-    settings: Mapping[str, object] | None = None,
+    settings: ShownSettings | None = None,
     adapters_dir: str | None = None,
     on_ready: Callable[[Addresses], None] = lambda addresses: None,
     log_refusals: bool = False,
@@ -183,7 +183,7 @@ async def serve(
     ports: HeldPorts = HeldPorts(),  # noqa: B008 (immutable)
     handoff: HandoffSetup | None = None,
     weights: ChangesWeights | None = None,
-    settings: Mapping[str, object] | None = None,
+    settings: ShownSettings | None = None,
     adapters_dir: str | None = None,
     log_refusals: bool = False,
 ) -> int:
@@ -208,7 +208,7 @@ async def serve(
         orders = Orders(
             CacheControl(engine),
             Drain(engine, shutdown, serve_config.drain_s),
-            {"serve": serve_config.model_dump(mode="json")} if settings is None else settings,
+            ShownSettings({"serve": serve_config.model_dump(mode="json")}) if settings is None else settings,
             None if weights is None else WeightOrders(weights, serve_config.http.weights_dir),
             None if engine.model.adapters is None else AdapterOrders(engine, adapters_dir),
         )

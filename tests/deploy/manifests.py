@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-from jaxserve.config import ENVIRONMENT, ResolvedConfig, load_config
+from jaxserve.config import ResolvedConfig, load_config
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy/k8s").glob("*.yaml"))
@@ -101,7 +101,9 @@ def _load(
     (source,) = [d for d in of_kind(path, "ConfigMap") if d["metadata"]["name"] == name]
     (file,) = source["data"]
     (folder / file).write_text(source["data"][file])
-    own = {e["name"]: _expand(e["value"], environ) for e in container.get("env", []) if e["name"] in ENVIRONMENT}
+    own = {
+        e["name"]: _expand(e["value"], environ) for e in container.get("env", []) if e["name"].startswith("JAXSERVE_")
+    }
     return load_config(folder / file, environ=own)
 
 

@@ -17,7 +17,7 @@ from jaxserve.hosts import check_hosts
 from jaxserve.serve import service
 from jaxserve.serve.grpc_server import LIVE_NAME, SERVICE_NAME
 
-OLDEST = "1.31"  # the sleep of preStop is on by default there
+OLDEST = "1.30"  # the first in which the sleep of preStop is on by default
 WITHOUT_PORT = {"jaxserve-hosts/worker"}
 ACCELERATORS = ("nvidia.com/gpu", "google.com/tpu")
 
@@ -210,17 +210,54 @@ def test_services_lead_somewhere(path: Path, found: list[Workload]) -> None:
             assert w.document["spec"]["selector"]["matchLabels"] == w.labels
 
 
-def test_the_router_finds_the_replicas_of_every_other_file(tmp_path: Path) -> None:
+def test_the_router_finds_the_replicas_of_each_other_file_and_of_no_two(tmp_path: Path) -> None:
     (router,) = workloads(ROOT / "deploy/k8s/router.yaml", tmp_path)
-    assert router.config.config.route.replicas == ["dns:///jaxserve-replicas:8500"]
     others = [path for path in FILES if path.name != "router.yaml"]
-    headless = [s for path in others for s in of_kind(path, "Service") if s["metadata"]["name"] == "jaxserve-replicas"]
-    assert len(headless) == len(others)
-    assert all(service == headless[0] for service in headless), "they would overwrite each other"
-    assert headless[0]["spec"]["clusterIP"] == "None"
-    assert [port["port"] for port in headless[0]["spec"]["ports"]] == [8500, 8000]
+    services = {name: s for path in others for s in of_kind(path, "Service")
+                if (name := s["metadata"]["name"]).startswith("jaxserve-replicas-")}  # fmt: skip
+    assert len(services) == len(others), "one of each, by a name of its own"
+    (named,) = router.config.config.route.replicas
+    beginning = named.removesuffix("cpu:8500")
+    assert beginning == "dns:///jaxserve-replicas-" and router.config.config.route.tokenizer == "demo"
+    text = router.file.read_text()
+    assert all(f"-{name.removeprefix('jaxserve-replicas-')}" in text for name in services)
+    for path in others:
+        for w in workloads(path, tmp_path):
+            joined = [s for s in services.values() if s["spec"]["selector"].items() <= w.labels.items()]
+            assert len(joined) == (0 if w.name in WITHOUT_PORT else 1), w.name
+            assert all(s in of_kind(path, "Service") for s in joined)
+    for one in services.values():
+        assert one["spec"]["clusterIP"] == "None"
+        assert [port["port"] for port in one["spec"]["ports"]] == [8500, 8000]
     claims = [c for path in others for c in of_kind(path, "PersistentVolumeClaim")]
     assert all(claim == claims[0] for claim in claims)
+
+
+def test_the_router_can_have_keys_of_a_secret(tmp_path: Path) -> None:
+    """The lines about keys are comments, which are uncommented here; the Secret's files are where they say."""
+    path = ROOT / "deploy/k8s/router.yaml"
+    (w,) = workloads(path, tmp_path)
+    (volume,) = [v for v in w.pod["volumes"] if "secret" in v]
+    (folder,) = [m["mountPath"] for m in w.container["volumeMounts"] if m["name"] == volume["name"]]
+    assert volume["secret"]["optional"], "it starts without keys, too"
+    assert f"kubectl create secret generic {volume['secret']['secretName']} --from-file=keys" in path.read_text()
+    keyed = re.sub(
+        r"^( *)# (\w+_file:)", r"\1\2", of_kind(path, "ConfigMap")[0]["data"]["config.yaml"], flags=re.MULTILINE
+    )
+    (tmp_path / "keyed.yaml").write_text(keyed)
+    serve = load_config(tmp_path / "keyed.yaml", environ={}).config.serve
+    files = [serve.admin_tokens_file, serve.grpc.tokens_file, serve.http.api_keys_file]
+    assert files == [f"{folder}/admins", f"{folder}/keys", f"{folder}/keys"]
+
+
+def test_pods_log_for_collectors_and_have_no_variables_of_services(found: list[Workload]) -> None:
+    for w in found:
+        assert w.config.config.runtime.log_format == "json"
+        assert w.pod["enableServiceLinks"] is False
+
+
+def test_the_readme_names_the_oldest_kubernetes() -> None:
+    assert f"Kubernetes {OLDEST} or later" in (ROOT / "deploy/README.md").read_text()
 
 
 def test_routers_try_as_often_as_it_takes_to_find_a_guilty_request(tmp_path: Path) -> None:
@@ -287,7 +324,7 @@ def test_the_processes_of_several_hosts_know_each_other(tmp_path: Path) -> None:
         assert volume["defaultMode"] == 0o440 and w.pod["securityContext"]["fsGroup"], "the user of the pod can read it"
     assert worker.pod["terminationGracePeriodSeconds"] >= leader.pod["terminationGracePeriodSeconds"], "it ends last"
     check_hosts(leader.config.config)
-    (replicas,) = [s for s in of_kind(path, "Service") if s["metadata"]["name"] == "jaxserve-replicas"]
+    (replicas,) = of_kind(path, "Service")
     assert not replicas["spec"]["selector"].items() <= worker.labels.items(), "only process 0 answers"
 
 

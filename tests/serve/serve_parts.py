@@ -23,6 +23,7 @@ from jaxserve.sched import ContinuousScheduler, InFlight, Limits, StepPlan, Step
 from jaxserve.sched.loading import Filled, SlotStore, StoreCounts, StoreKey, Written
 from jaxserve.sched.plan import NO_ENCODER, NO_SLOTS, EncoderPool, HostSlots
 from jaxserve.serve.handoff import HandoffSetup
+from jaxserve.serve.orders import ShownSettings
 from jaxserve.serve.service import Addresses, Shutdown, serve
 from jaxserve.serve.weights import ChangesWeights
 from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, make_limits
@@ -233,6 +234,7 @@ def served(
     weights: ChangesWeights | None = None,
     adapters_dir: str | None = None,
     log_refusals: bool = False,
+    settings: ShownSettings | None = None,
     **serving: Any,
 ) -> Iterator[Served]:
     """Serves on a free port, on a thread of its own, until the block ends. `serving`: further settings of `serve`."""
@@ -258,6 +260,7 @@ def served(
             weights=weights,
             adapters_dir=adapters_dir,
             log_refusals=log_refusals,
+            settings=settings,
         )
 
     def on_ready(addresses: Addresses) -> None:

@@ -19,6 +19,7 @@ from jaxserve.errors import EngineStopped, InvalidRequest
 from jaxserve.sched.plan import HostSlots
 from jaxserve.serve.gen import admin_pb2 as pb
 from jaxserve.serve.gen import admin_pb2_grpc as pb_grpc
+from jaxserve.serve.orders import ShownSettings
 
 ADMIN, KEY = "the-operators", "a-users"
 SLOTS = HostSlots(num_slots=16, max_draining=16, max_loads=16)
@@ -238,7 +239,19 @@ def test_server_info_has_every_setting(operator: Operator) -> None:
     assert info["model"] == {"name": "fake", "max_model_len": 512, "vocab_size": 259, "drafter": "none"}
     assert info["replicas"] == 1 and info["version"] == __version__
     assert info["config"]["serve"]["http"]["port"] == 0 and "python" in info["versions"]
+    assert info["environment"] == {}
     assert ADMIN not in str(info) and KEY not in str(info), "of keys only the names of their files"
+
+
+def test_server_info_says_what_the_environment_has_set(tmp_path: Path) -> None:
+    (tmp_path / "admins").write_text(ADMIN)
+    shown = ShownSettings({"sched": {"max_rows": 4}}, {"sched.max_rows": "JAXSERVE_SCHED__MAX_ROWS"})
+    files = {"admin_tokens_file": str(tmp_path / "admins"), "http_config": HttpConfig(port=0)}
+    with served(serve_bytes(), settings=shown, **files) as parts:
+        operator = Operator(parts)
+        info = operator.http.get("/server_info").json()
+        operator.close()
+    assert (info["config"], info["environment"]) == shown
 
 
 def test_a_reset_leaves_the_store_unless_it_is_asked_for(server: Served, operator: Operator, store: IdleStore) -> None:

@@ -51,7 +51,9 @@ class Oracle:
 def fleet_of(point: Point) -> Fleet:
     """The simulated servers of a point. Loads JAX. Raises ConfigError and its kin."""
     values = point.values
-    worlds = worlds_of_devices(load_config(None, point.settings).config, values["device"], values["tensor"])
+    worlds = worlds_of_devices(
+        load_config(None, point.settings, every_variable=False).config, values["device"], values["tensor"]
+    )
     autoscale = values["autoscale"] if values["autoscale"] is None else Autoscale.parse(values["autoscale"])
     return Fleet.of(worlds, values["replicas"], autoscale)
 
@@ -107,7 +109,7 @@ def _simulate(point: Point, fleet: Fleet, seed: int, rate: float | None) -> _Run
         options = dataclasses.replace(options, lengths=Oracle(lengths, values["length_error"]))
     if values["router"] is not None and not fleet.has_router:
         raise ConfigError("router chooses between replicas; give replicas of 2 or more, too")
-    config = load_config(None, point.settings).config
+    config = load_config(None, point.settings, every_variable=False).config
     run = fleet.run(
         values["policy"] or policy_of(config),
         load,

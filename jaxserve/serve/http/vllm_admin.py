@@ -34,13 +34,15 @@ class ServedModel(pydantic.BaseModel):
 
 
 class ServerInfo(pydantic.BaseModel):
-    """`config` is the tree that `jaxserve config` prints; secrets are in files, which it only names."""
+    """`config` is the tree that `jaxserve config` prints; secrets are in files, which it only names. `environment`: the
+    settings that came from there, each with its variable."""
 
     version: str
     versions: dict[str, str]
     model: ServedModel
     replicas: int
     config: dict[str, Any]
+    environment: dict[str, str]
 
 
 class ProfileDirectory(pydantic.BaseModel):
@@ -64,7 +66,8 @@ def vllm_admin_router(engine: AnyEngine, orders: Orders, profiles: ProfileCaptur
                 name=model.name, max_model_len=model.max_model_len, vocab_size=model.vocab_size, drafter=model.drafter
             ),
             replicas=len(engine.replicas),
-            config=dict(orders.settings),
+            config=dict(orders.settings.tree),
+            environment=dict(orders.settings.environment),
         )
 
     @routes.post(RESET_PREFIX_CACHE)
