@@ -19,6 +19,7 @@ from jaxserve.serve.descriptors import current_limit, raise_descriptor_limit, ro
 from jaxserve.serve.grpc_admin import RouterAdminService
 from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.key_files import KeyFiles, has_key_files
+from jaxserve.serve.loop_watch import LoopWatch
 from jaxserve.serve.open_doors import refuse_half_closed, warn_of_open
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.quarantine import Quarantine
@@ -93,6 +94,8 @@ async def route(
     address = address_of(serving.host, await server.start(healthy=False))
     warn_of_open(serving)
     pool.start()
+    watch = LoopWatch(counts.note_slow)
+    watch.start()
     report = DegradedReport([lambda: missing(pool.faults, pool.num_listed, serving.degraded_below)])
     tasks = [asyncio.create_task(_report_health(pool, server)), asyncio.create_task(_report_faults(report, counts))]
     tasks.append(asyncio.create_task(keys.follow(shutdown)))
@@ -117,6 +120,7 @@ async def route(
         if http is not None:
             await http.stop(_LINGER_S)
         await pool.close()
+        watch.stop()
         if refusals is not None:
             refusals.end()
     return 0
