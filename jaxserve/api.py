@@ -202,6 +202,8 @@ class SamplingParams:
         _normalise(self)
         _check_ranges(self)
         _check_collections(self)
+        if self.allowed_token_ids is not None:  # each once: a caller may send the same ones a million times
+            object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(self.allowed_token_ids)))
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> "SamplingParams":
@@ -252,6 +254,11 @@ def _bias_by_id(given: Any) -> dict[int, float]:
     """JSON has text keys only, so decimal text counts as an id; anything else is a mistake, as are two of one id."""
     if not isinstance(given, Mapping):
         raise InvalidRequest(f"logit_bias must map token ids to numbers, got {given!r:.80}")
+    if len(given) > MAX_LOGIT_BIAS:
+        raise UnsupportedOption(
+            f"logit_bias has {len(given)} entries; at most {MAX_LOGIT_BIAS} work. Give fewer, or say"
+            " what is allowed with allowed_token_ids."
+        )
     bias: dict[int, float] = {}
     for key, value in given.items():
         is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
@@ -321,21 +328,25 @@ def _check_ranges(params: SamplingParams) -> None:
 
 
 def _check_collections(params: SamplingParams) -> None:
-    for name in ("stop", "bad_words"):
-        for text in getattr(params, name):
-            if not isinstance(text, str) or not text:
-                raise InvalidRequest(f"{name} must hold non-empty strings, got {text!r}")
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        for token_id in getattr(params, name) or ():
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                raise InvalidRequest(f"{name} must hold token ids (0 or more), got {token_id!r}")
-    if params.allowed_token_ids is not None and not params.allowed_token_ids:
-        raise InvalidRequest("allowed_token_ids is empty, so nothing could be generated; leave it out instead")
+    # Numbers of items first: a caller may send millions, and all others wait while they are looked at.
     stop_token_ids = params.stop_token_ids or ()
     if len(stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise UnsupportedOption(f"{len(stop_token_ids)} stop_token_ids; at most {MAX_STOP_TOKEN_IDS} work. Give fewer.")
     if len(params.bad_words) > MAX_BAD_WORDS:
         raise UnsupportedOption(f"{len(params.bad_words)} bad_words; at most {MAX_BAD_WORDS} work. Give fewer.")
+    for name in ("stop", "bad_words"):
+        for text in getattr(params, name):
+            if not isinstance(text, str) or not text:
+                raise InvalidRequest(f"{name} must hold non-empty strings, got {text!r}")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        token_ids = getattr(params, name) or ()
+        if set(map(type, token_ids)) <= {int} and min(token_ids, default=0) >= 0:
+            continue  # without a line of Python for each of them
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                raise InvalidRequest(f"{name} must hold token ids (0 or more), got {token_id!r}")
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise InvalidRequest("allowed_token_ids is empty, so nothing could be generated; leave it out instead")
     for word in params.bad_words:
         if len(word) > _MAX_BAD_WORD_CHARS:
             raise UnsupportedOption(
@@ -345,11 +356,6 @@ def _check_collections(params: SamplingParams) -> None:
     for token_id, bias in (params.logit_bias or {}).items():
         if token_id < 0 or not math.isfinite(bias) or not -100 <= bias <= 100:
             raise InvalidRequest(f"logit_bias of token {token_id} is {bias}, but must be a number in [-100, 100]")
-    if params.logit_bias is not None and len(params.logit_bias) > MAX_LOGIT_BIAS:
-        raise UnsupportedOption(
-            f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_LOGIT_BIAS} work. Give fewer, or say"
-            " what is allowed with allowed_token_ids."
-        )
     if params.structured is not None and not isinstance(params.structured, StructuredOutput):
         raise InvalidRequest(f"structured must be a StructuredOutput or a mapping, got {params.structured!r:.80}")
     if params.structured is not None and params.ignore_eos:

@@ -43,6 +43,7 @@ SETTLE_S = 60.0  # in which a server must be idle again
 GRACE_S = 20.0  # beyond its seconds, after which an attacker is ended
 KEYS = "sk-attacker", "sk-other"
 _REFUSED = re.compile(r'^jaxserve:refused_total\{door="(\w+)".*reason="(\w+)".*\} (\S+)$', re.MULTILINE)
+_HELD_UP = re.compile(r'^jaxserve:event_loop_slow_callbacks_total\{.*where="([^"]+)".*\} (\S+)$', re.MULTILINE)
 _LOAD = re.compile(r"^jaxserve:num_requests_(?:running|waiting|unstarted)\{.*\} (\S+)$", re.MULTILINE)
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -135,6 +136,10 @@ class Server:
         found = _REFUSED.findall(self.metrics())
         return collections.Counter({f"{door} {reason}": int(float(count)) for door, reason, count in found})
 
+    def held_up(self) -> collections.Counter[str]:
+        """Times that the event loop was held up since the start, by the function that ran."""
+        return collections.Counter({where: int(float(count)) for where, count in _HELD_UP.findall(self.metrics())})
+
     def settle(self, at_most_s: float) -> float | None:
         """When no request was in the engine and its processes rested, on the monotonic clock; None: never."""
         begun_s = time.monotonic()
@@ -194,7 +199,7 @@ def _resident(pid: int) -> int:
 
 def measure(kind: Kind, server: Server, seconds: float) -> dict[str, Any]:
     """What another caller has without and with one attack, and how the server is afterwards."""
-    refused, memory, files = server.refused(), server.memory(), server.files
+    refused, held_up, memory, files = server.refused(), server.held_up(), server.memory(), server.files
     alone = Caller(server.http_port, KEYS[1])
     alone.start()
     time.sleep(min(seconds, 5.0))
@@ -226,6 +231,7 @@ def measure(kind: Kind, server: Server, seconds: float) -> dict[str, Any]:
         "memory_mib": {name: round(size / 2**20) for name, size in memory_mib.items()},
         "files": {"before": files, "after": server.files},
         "refused": dict(server.refused() - refused),
+        "held_up": dict(server.held_up() - held_up),
         "attacker": came,
         "idle_again_s": None if idle_s is None else round(max(0.0, idle_s - left_s), 1),
         "server_lives": server.lives,

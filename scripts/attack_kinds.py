@@ -463,6 +463,63 @@ def large_sampling(by: Attacker) -> None:
     by.spread(4, lambda: by.post(COMPLETIONS, next(turns)))
 
 
+@kind("60,000 tools, which the template puts into the prompt, and arguments of the template")
+def many_tools(by: Attacker) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    tools = [{"type": "function", "function": {"name": f"f{k}"}} for k in range(by.some(60_000))]
+    kwargs = {"a": ["x"] * by.some(400_000), "b": {str(k): k for k in range(by.some(100_000))}}
+    bodies = [
+        {"messages": messages, "max_tokens": 1, "tools": tools[: len(tools) // 4]},
+        {"messages": messages, "max_tokens": 1, "tools": tools, "tool_choice": "required"},
+        {"messages": messages, "max_tokens": 1, "chat_template_kwargs": kwargs},
+    ]
+    turns = itertools.cycle([json.dumps(body).encode() for body in bodies])
+    by.spread(4, lambda: by.post(CHATS, next(turns)))
+
+
+@kind("schemas whose references double at each step, or go on for long")
+def schema_references(by: Attacker) -> None:
+    numbers = itertools.count(1)
+
+    def ask_one() -> None:
+        k = next(numbers)
+        depth = by.some(20_000) if k % 2 else 24
+        names = [f"d{k}x{j}" for j in range(depth)]
+        definitions: dict[str, Any] = {names[-1]: {"type": "integer"}}
+        for name, below in itertools.pairwise(names):
+            to = {"$ref": f"#/$defs/{below}"}
+            one = {"type": "object", "properties": {"a": to, "b": to}, "required": ["a", "b"]}
+            definitions[name] = to if k % 2 else one
+        schema = {"$ref": f"#/$defs/{names[0]}", "$defs": definitions}
+        by.post(COMPLETIONS, {"prompt": "a", "max_tokens": 20, "structured_outputs": {"json": schema}})
+
+    by.spread(4, ask_one)
+
+
+@kind("a word of a million letters to encode, and a million ids to decode")
+def one_word(by: Attacker) -> None:
+    bodies = [
+        ("/tokenize", {"prompt": "a" * by.some(1_000_000)}),
+        ("/tokenize", {"prompt": "\u4e00" * by.some(600_000)}),
+        ("/tokenize", {"prompt": "1 \n" * by.some(300_000)}),
+        ("/detokenize", {"tokens": [97] * by.some(1_000_000)}),
+    ]
+    turns = itertools.cycle([(path, json.dumps(body).encode()) for path, body in bodies])
+    by.spread(8, lambda: by.post(*next(turns)))
+
+
+@kind("2,048 inputs to embed, and 2,048 documents to compare")
+def many_inputs(by: Attacker) -> None:
+    texts = [f"{k} " + "a b c " * 20 for k in range(by.some(2048))]
+    bodies = [
+        ("/v1/embeddings", {"input": texts}),
+        ("/v1/embeddings", {"input": [[100 + k % 150 for k in range(900)]] * by.some(800)}),
+        ("/v1/rerank", {"query": "a", "documents": texts}),
+    ]
+    turns = itertools.cycle([(path, json.dumps(body).encode()) for path, body in bodies])
+    by.spread(4, lambda: by.post(*next(turns)))
+
+
 # ---- places in the queue ---------------------------------------------------------------------------------------------
 
 
@@ -654,6 +711,15 @@ def batches_wait(by: Attacker) -> None:
     by.notes["the other key's batch"] = {"status": status, "seconds": round(time.monotonic() - begun_s, 1)}
     by.wait()
     by.afterwards().post(f"/v1/batches/{mine}/cancel", {})
+
+
+@kind("files that are small, many of them, and lists of all")
+def small_files(by: Attacker) -> None:
+    def ask_one() -> None:
+        by.upload(b'{"custom_id":"1","method":"POST","url":"/v1/completions","body":{"prompt":"a"}}')
+        by.get("/v1/files?limit=10000")
+
+    by.spread(16, ask_one)
 
 
 @kind("descriptions of batches that are large, and many of them")

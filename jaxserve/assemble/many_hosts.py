@@ -43,6 +43,7 @@ from jaxserve.hosts.distributed import check_devices, join_processes, leave_proc
 from jaxserve.hosts.settings import read_trust
 from jaxserve.progress import Progress
 from jaxserve.runtime.build import BuildHooks
+from jaxserve.serve.key_files import has_key_files
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ def attend(resolved: ResolvedConfig, progress: Progress, on_ready: Callable[[], 
         link.meet("ready", device_facts(device.runner.limits, device.facts), {})
         on_ready()
         logger.info("process %d of %d follows %s", hosts.process_id, hosts.num_processes, hosts.coordinator)
-        _outlive_one_signal()
+        _outlive_one_signal(rereads=has_key_files(config.serve))
         follow(
             device.runner,
             link,
@@ -205,14 +206,17 @@ def _listen_address(hosts: HostsConfig) -> str:
     return f"{host}:{hosts.plan_port}"
 
 
-def _outlive_one_signal() -> None:
-    """Ignores one signal: a terminal or an orchestrator ends all processes at once, but process 0 drains first."""
+def _outlive_one_signal(*, rereads: bool) -> None:
+    """Ignores one signal: a terminal or an orchestrator ends all processes at once, but process 0 drains first.
+    `rereads`: for process 0, SIGHUP is no reason to end, and here it is ignored."""
 
     def take(number: int, frame: object) -> None:
         logger.warning("%s: waiting for process 0 to end; once more ends this process", signal.Signals(number).name)
         signal.signal(number, signal.SIG_DFL)
 
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # after nohup
+    if rereads:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # after nohup as well
     for number in (signal.SIGTERM, signal.SIGINT, *(() if ignored else (signal.SIGHUP,))):
         signal.signal(number, take)
 

@@ -35,6 +35,7 @@ def build_app(options: FleetOptions) -> Application:
             f"hosts.num_processes is {config.hosts.num_processes}, but a replica of a fleet is one process; "
             "set it to 1, or run the hosts without Ray (deploy/k8s/tpu-multi-host.yaml)"
         )
+    _refuse_access(config)
     if options.prefill is None:
         if config.handoff.secret_file is not None:
             raise ConfigError(
@@ -57,6 +58,24 @@ def build_app(options: FleetOptions) -> Application:
         graceful_shutdown_timeout_s=_leaving_s(config),
     )(Ingress)
     return ingress.bind(engines, 1 + config.route.retries, Apart.of(config.route), prompts)
+
+
+def _refuse_access(config: Config) -> None:
+    """Callers come to Ray's proxy, which checks nothing of the config: what should close a door would leave it open."""
+    grpc, http = config.serve.grpc, config.serve.http
+    for setting, value in (
+        ("serve.grpc.tokens_file", grpc.tokens_file),
+        ("serve.grpc.tls_cert", grpc.tls_cert),
+        ("serve.grpc.tls_client_ca", grpc.tls_client_ca),
+        ("serve.http.api_keys_file", http.api_keys_file),
+        ("serve.http.tls_client_ca", http.tls_client_ca),
+        ("serve.admin_tokens_file", config.serve.admin_tokens_file),
+    ):
+        if value is not None:
+            raise ConfigError(
+                f"{setting} is set, but callers of a fleet come to Ray's proxy, which asks them for no key and no "
+                "certificate; leave it out, and let a gateway that does be all that reaches the proxy"
+            )
 
 
 def build_engine_deployment(options: ReplicaOptions, resolved: ResolvedConfig, name: str, policy: str) -> Deployment:

@@ -24,8 +24,7 @@ from jaxserve.serve.grpc_access import BearerTokens
 from jaxserve.serve.grpc_admin import AdminService, RouterAdminService
 from jaxserve.serve.grpc_errors import TypedErrors
 from jaxserve.serve.handoff_service import HANDOFF_NAME, HandoffService
-from jaxserve.serve.keys import KnownKeys, read_listed_keys
-from jaxserve.serve.owners import Owners
+from jaxserve.serve.key_files import KeyFiles
 from jaxserve.serve.ports import GRPC, HeldPort
 from jaxserve.serve.tls import Certificates
 
@@ -74,15 +73,14 @@ class GrpcServer:
         *,
         host: str,
         config: GrpcConfig,
-        owners: Owners,
+        keys: KeyFiles,
         max_connections: int,
         port: HeldPort | None = None,
         admin: AdminService | RouterAdminService | None = None,
-        admins: KnownKeys | None = None,
         handoff: HandoffService | None = None,
     ) -> None:
-        """Reads certificates and tokens. `owners`: tells whose a call is. `port` None: it is taken at the start.
-        `admin` is for those with a token of `admins`, `handoff` for routers. Raises ConfigError.
+        """Reads certificates. `keys`: who may call, and whose a call is. `port` None: it is taken at the start.
+        `admin` is for operators, `handoff` for routers. Raises ConfigError.
 
         Beyond `max_connections` new ones are closed, until others end.
         """
@@ -95,16 +93,13 @@ class GrpcServer:
         self._closing = False
         self._live: bool | None = None
         interceptors: list[grpc.aio.ServerInterceptor] = []
-        known = None
-        if config.tokens_file is not None:
-            known = KnownKeys(key.secret for key in read_listed_keys(config.tokens_file, "serve.grpc.tokens_file"))
-        if known is not None or admins is not None:
-            interceptors.append(BearerTokens(known, admins, counts))
-        interceptors.append(TypedErrors(counts, config.max_messages_bytes, owners))
+        if keys.grpc.known is not None or keys.admins is not None:
+            interceptors.append(BearerTokens(keys.grpc.known, keys.admins, counts))
+        interceptors.append(TypedErrors(counts, config.max_messages_bytes, keys.grpc))
         methods = [*pb.DESCRIPTOR.services_by_name["Inference"].methods_by_name]
         names = [SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME]
         if admin is not None:
-            assert admins is not None, "an operator's methods are never open"
+            assert keys.admins is not None, "an operator's methods are never open"
             kind = "Admin" if isinstance(admin, AdminService) else "RouterAdmin"
             described = admin_pb.DESCRIPTOR.services_by_name[kind]
             methods += described.methods_by_name

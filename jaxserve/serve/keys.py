@@ -89,9 +89,13 @@ def _read_weight(text: str, where: str) -> float:
 
 
 class KnownKeys:
-    """Immutable. Holds digests, not the secrets."""
+    """Holds digests, not the secrets."""
 
     def __init__(self, keys: Iterable[str]) -> None:
+        self.replace(keys)
+
+    def replace(self, keys: Iterable[str]) -> None:
+        """From now on these are known, and no others."""
         self._digests = tuple(_digest(key.encode()) for key in keys)
 
     def accept(self, authorization: str) -> bool:

@@ -13,12 +13,11 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from jaxserve.api import ID_END, RequestOptions, own_id
-from jaxserve.config.schema import ServeConfig
 from jaxserve.errors import InvalidRequest
-from jaxserve.serve.keys import ListedKey, key_of, read_listed_keys
+from jaxserve.serve.keys import KnownKeys, ListedKey, key_of
 
 OWNER_METADATA = "jaxserve-owner"
 _ID_CHARS = 16  # of 64 bits: owners are told apart, and nobody can choose a key for an id
@@ -91,27 +90,36 @@ class Call(Protocol):
 
 
 class Owners:
-    """Tells owners apart. Immutable."""
+    """The callers of a door, told apart.
+
+    Attributes:
+      known: their keys, of which a call must have one; None: the door is open.
+    """
 
     def __init__(self, keys: Sequence[ListedKey] | None, *, salt_by_key: bool) -> None:
         """`keys` None: the door is open. `salt_by_key`: as in `ServeConfig`."""
         self._salt_by_key = salt_by_key
-        # Headers are read as Latin-1, whatever their bytes are.
-        named = [(key.secret.encode().decode("latin-1"), key) for key in keys or ()]
-        self._keys = None if keys is None else {_digest_of_key(secret): key for secret, key in named}
+        self._keys: dict[bytes, ListedKey] | None = None
+        self._gone: set[bytes] = set()  # digests of keys that were known
+        self.known = None if keys is None else KnownKeys(())
+        if keys is not None:
+            self.replace(keys)
 
-    @classmethod
-    def of_grpc(cls, config: ServeConfig) -> Self:
-        """Those of the gRPC port. Raises ConfigError."""
-        path = config.grpc.tokens_file
-        keys = None if path is None else read_listed_keys(path, "serve.grpc.tokens_file")
-        return cls(keys, salt_by_key=config.salt_by_key)
+    def replace(self, keys: Sequence[ListedKey]) -> None:
+        """From now on these are the keys; of a door that had keys. Whose key stays is the same owner as before."""
+        assert self.known is not None, "a door that is open stays so"
+        # Headers are read as Latin-1, whatever their bytes are.
+        before, named = self._keys or {}, [(key.secret.encode().decode("latin-1"), key) for key in keys]
+        self._keys = {_digest_of_key(secret): key for secret, key in named}
+        self._gone = (self._gone | before.keys()) - self._keys.keys()
+        self.known.replace(key.secret for key in keys)
 
     def of_http(self, authorization: str, address: str) -> Owner:
         """Of a call with this header, "" for none, that has passed the check of keys."""
         key = key_of(authorization)
         digest = _digest_of_key(key) if key else hashlib.sha256(authorization.encode()).digest()
-        if self._keys is not None and digest in self._keys:
+        # A key may go between the check and this.
+        if self._keys is not None and (digest in self._keys or digest in self._gone):
             return self.of_digest(digest)
         return dataclasses.replace(_of_address(address), digest=digest)
 
@@ -125,9 +133,14 @@ class Owners:
         metadata = [(name, str(value)) for name, value in call.invocation_metadata() or ()]
         found = self.of_http(_only(metadata, "authorization"), _host_of(call.peer()))
         told = _only(metadata, OWNER_METADATA)
-        if not told or not (self._keys is None or (found.scope and self._keys[found.digest].is_router)):
+        if not told or not (self._keys is None or self._is_router(found)):
             return found
         return self._read(told)
+
+    def _is_router(self, owner: Owner) -> bool:
+        assert self._keys is not None, "an open door believes everybody"
+        key = self._keys.get(owner.digest)
+        return key is not None and key.is_router
 
     def of_digest(self, digest: bytes) -> Owner:
         """Of what was stored under this digest, in whose name something is done. The key may be no longer known."""

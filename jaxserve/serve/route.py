@@ -18,9 +18,9 @@ from jaxserve.serve.degraded import DegradedReport, missing
 from jaxserve.serve.descriptors import current_limit, raise_descriptor_limit, room_for_grpc
 from jaxserve.serve.grpc_admin import RouterAdminService
 from jaxserve.serve.grpc_server import GrpcServer
-from jaxserve.serve.keys import KnownKeys, read_keys
+from jaxserve.serve.key_files import KeyFiles, has_key_files
+from jaxserve.serve.loop_watch import LoopWatch
 from jaxserve.serve.open_doors import refuse_half_closed, warn_of_open
-from jaxserve.serve.owners import Owners
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.quarantine import Quarantine
 from jaxserve.serve.refusals import RefusalLog
@@ -52,7 +52,7 @@ def route_forever(config: Config) -> int:
     UNAVAILABLE. A second signal ends them at once. Raises ConfigError, and CheckpointError for the tokenizer.
     """
     raise_descriptor_limit()
-    return run_with_signals(lambda shutdown: route(config, shutdown))
+    return run_with_signals(lambda shutdown: route(config, shutdown), rereads=has_key_files(config.serve))
 
 
 async def route(
@@ -71,34 +71,34 @@ async def route(
     pool = Pool(config.route, create_router(config.route.policy, options), resolve=resolve)
     quarantine = Quarantine(config.route.quarantine_s)
     limits = MoveLimits(config.route.retries, config.route.wait_s)
-    owners = Owners.of_grpc(config.serve)
-    service = RouteService(pool, limits, Apart.of(config.route), quarantine, owners)
+    keys = KeyFiles(config.serve)
+    service = RouteService(pool, limits, Apart.of(config.route), quarantine, keys.grpc)
     port = HeldPort(config.serve.host, config.serve.grpc.port, "--port")
     serving, counts = config.serve, DoorCounts()
     refusals = RefusalLog.begin(counts) if config.runtime.log_requests else None
-    path = serving.admin_tokens_file
-    admins = None if path is None else KnownKeys(read_keys(path, "serve.admin_tokens_file"))
     http = None
     if serving.http.port is not None:
-        http = RouteHttp(pool, service, quarantine, config, counts, admins, tokenizer)
+        http = RouteHttp(pool, service, quarantine, config, counts, keys, tokenizer)
     room = room_for_grpc(0 if http is None else http.max_connections, current_limit())
     server = GrpcServer(
         service,
         counts,
         host=serving.host,
         config=serving.grpc,
-        owners=owners,
+        keys=keys,
         max_connections=room,
         port=port,
-        admin=None if admins is None else RouterAdminService(quarantine),
-        admins=admins,
+        admin=None if keys.admins is None else RouterAdminService(quarantine),
     )
     http_address = None if http is None else address_of(serving.host, await http.start())
     address = address_of(serving.host, await server.start(healthy=False))
     warn_of_open(serving)
     pool.start()
+    watch = LoopWatch(counts.note_slow)
+    watch.start()
     report = DegradedReport([lambda: missing(pool.faults, pool.num_listed, serving.degraded_below)])
     tasks = [asyncio.create_task(_report_health(pool, server)), asyncio.create_task(_report_faults(report, counts))]
+    tasks.append(asyncio.create_task(keys.follow(shutdown)))
     logger.info("routing gRPC on %s by %s", address, config.route.policy)
     print(f"routing gRPC on {address}", flush=True)
     if http_address is not None:
@@ -120,6 +120,7 @@ async def route(
         if http is not None:
             await http.stop(_LINGER_S)
         await pool.close()
+        watch.stop()
         if refusals is not None:
             refusals.end()
     return 0

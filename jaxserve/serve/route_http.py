@@ -16,7 +16,7 @@ from jaxserve.serve.http.app import answering_routers, join_routers, make_door
 from jaxserve.serve.http.probes import plain_probes_router
 from jaxserve.serve.http.quarantine import quarantine_router
 from jaxserve.serve.http.server import HttpServer
-from jaxserve.serve.keys import KnownKeys
+from jaxserve.serve.key_files import KeyFiles
 from jaxserve.serve.limits import call_limits
 from jaxserve.serve.metrics import exposition
 from jaxserve.serve.ports import HeldPort
@@ -42,13 +42,13 @@ class RouteHttp:
         quarantine: Quarantine,
         config: Config,
         counts: DoorCounts,
-        admins: KnownKeys | None,
+        keys: KeyFiles,
         tokenizer: Tokenizer | None,
     ) -> None:
-        """`admins`: the keys of operators; None: there are no routes for them. `tokenizer`: that of the servers; None:
-        requests come over gRPC alone.
+        """`keys`: who may call; without tokens of operators there are no routes for them. `tokenizer`: that of the
+        servers; None: requests come over gRPC alone.
 
-        Raises ConfigError for keys, certificates or limits that cannot be used."""
+        Raises ConfigError for certificates or limits that cannot be used."""
         serving, http = config.serve, config.serve.http
         assert http.port is not None, "no port, nothing to serve"
         self._engine: RouteEngine | None = None
@@ -63,9 +63,9 @@ class RouteHttp:
             )
             routers += answering_routers(make_door(self._async_engine, http, counts, any_model=True))
         routers += [self._probes(pool, service, counts), _metrics(RouteCollector(pool, service, quarantine, counts))]
-        if admins is not None:
+        if keys.admins is not None:
             routers.append(quarantine_router(quarantine))
-        app = join_routers("jaxserve route", routers, serving, counts, admins)
+        app = join_routers("jaxserve route", routers, serving, counts, keys)
         self._guard = app.guard
         most = http.max_connections or (_CONNECTIONS if tokenizer is None else None)
         self.max_connections = room_for_connections(most, current_limit())

@@ -77,3 +77,11 @@ class RouteCollector(Collector):
         for values, number in self._counts.http.items():
             answers.add_metric(values, number)
         yield answers
+        slow = CounterMetricFamily(
+            PREFIX + "router_event_loop_slow_callbacks",
+            "Times that the event loop was held up, by function.",
+            labels=("where",),
+        )
+        for where, number in self._counts.slow.copy().items():
+            slow.add_metric([where], number)
+        yield slow

@@ -33,12 +33,11 @@ from jaxserve.serve.grpc_server import GrpcServer
 from jaxserve.serve.grpc_service import InferenceService
 from jaxserve.serve.handoff import HandoffSetup
 from jaxserve.serve.handoff_service import HandoffService
-from jaxserve.serve.keys import KnownKeys, read_keys, read_listed_keys
+from jaxserve.serve.key_files import KeyFiles, has_key_files
 from jaxserve.serve.limits import call_limits, make_tenants
 from jaxserve.serve.loop_watch import LoopWatch
 from jaxserve.serve.open_doors import refuse_half_closed, warn_of_open
 from jaxserve.serve.orders import Drain, Orders, ShownSettings
-from jaxserve.serve.owners import Owners
 from jaxserve.serve.ports import GRPC, HTTP, HeldPorts
 from jaxserve.serve.refusals import RefusalLog
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
@@ -132,7 +131,8 @@ def serve_forever(
             settings=settings,
             adapters_dir=adapters_dir,
             log_refusals=log_refusals,
-        )
+        ),
+        rereads=has_key_files(serve_config),
     )
 
 
@@ -145,7 +145,7 @@ def check_serve_config(serve_config: ServeConfig, adapters_dir: str | None = Non
     if grpc.port is None and http.port is None:
         raise ConfigError("there is nothing to serve: set serve.grpc.port or serve.http.port (0 takes a free port)")
     refuse_half_closed(serve_config)
-    _read_admins(serve_config)
+    KeyFiles(serve_config)
     if adapters_dir is not None and serve_config.admin_tokens_file is None:
         raise ConfigError(
             "adapters.directory is set, but nobody may load an adapter from it; set serve.admin_tokens_file, or leave "
@@ -158,13 +158,9 @@ def check_serve_config(serve_config: ServeConfig, adapters_dir: str | None = Non
         )
     if grpc.port is not None:
         Certificates.of(grpc, "serve.grpc")
-        if grpc.tokens_file is not None:
-            read_listed_keys(grpc.tokens_file, "serve.grpc.tokens_file")
     if http.port is not None:
         room_for_connections(http.max_connections, reachable_limit())
         Certificates.of(http, "serve.http")
-        if http.api_keys_file is not None:
-            read_listed_keys(http.api_keys_file, "serve.http.api_keys_file")
         if http.weights_dir is not None:
             CheckpointRoot(http.weights_dir, WEIGHTS_DIR)
             if serve_config.admin_tokens_file is None:
@@ -189,6 +185,7 @@ async def serve(
 ) -> int:
     """`serve_forever` without signals; `on_ready` gets the addresses once all doors are open."""
     check_serve_config(serve_config, adapters_dir)
+    keys = KeyFiles(serve_config)
     async_engine = AsyncEngine(
         engine,
         serve_config.encode_threads,
@@ -201,10 +198,10 @@ async def serve(
             async_engine,
             handoff,
             refuse_special_text=serve_config.grpc.refuse_special_text,
-            owners=Owners.of_grpc(serve_config),
+            owners=keys.grpc,
         )
     orders = None
-    if _read_admins(serve_config) is not None:
+    if keys.admins is not None:
         orders = Orders(
             CacheControl(engine),
             Drain(engine, shutdown, serve_config.drain_s),
@@ -214,7 +211,7 @@ async def serve(
         )
     counts = DoorCounts()
     refusals = RefusalLog.begin(counts) if log_refusals else None
-    doors = _make_doors(async_engine, serve_config, ports, orders, exchange, counts)
+    doors = _make_doors(async_engine, serve_config, keys, ports, orders, exchange, counts)
     watch = LoopWatch(counts.note_slow)
     watch.start()
     try:
@@ -233,11 +230,13 @@ async def serve(
         on_ready(Addresses(addresses.get(GRPC), addresses.get(HTTP)))
         report = _make_report(engine, serve_config, exchange)
         watching = asyncio.create_task(_watch(async_engine, doors, serve_config, shutdown, report, counts))
+        following = asyncio.create_task(keys.follow(shutdown))
         try:
             await _until_shutdown_or_death(watching, shutdown)
             await _end(engine, exchange, doors, serve_config, shutdown)
         finally:
             watching.cancel()
+            following.cancel()
     finally:
         await asyncio.gather(*(door.stop(_LINGER_S) for door in doors))
         if exchange is not None:
@@ -254,6 +253,7 @@ async def serve(
 def _make_doors(
     async_engine: AsyncEngine[AnyEngine],
     serve_config: ServeConfig,
+    keys: KeyFiles,
     ports: HeldPorts,
     orders: Orders | None,
     handoff: HandoffService | None,
@@ -261,16 +261,14 @@ def _make_doors(
 ) -> list[FrontServer]:
     """All doors in the config, not listening yet. Raises ConfigError."""
     doors: list[FrontServer] = []
-    admins = _read_admins(serve_config)
     grpc, http, limit = serve_config.grpc, serve_config.http, current_limit()
     num_http = 0 if http.port is None else room_for_connections(http.max_connections, limit)
     if grpc.port is not None:
-        owners = Owners.of_grpc(serve_config)
         service = InferenceService(
             async_engine,
             refuse_special_text=grpc.refuse_special_text,
             receive=None if handoff is None else handoff.receive,
-            owners=owners,
+            owners=keys.grpc,
         )
         room = room_for_grpc(num_http, limit)
         doors.append(
@@ -279,11 +277,10 @@ def _make_doors(
                 counts,
                 host=serve_config.host,
                 config=grpc,
-                owners=owners,
+                keys=keys,
                 max_connections=room,
                 port=ports.grpc,
                 admin=None if orders is None else AdminService(orders),
-                admins=admins,
                 handoff=handoff,
             )
         )
@@ -291,14 +288,8 @@ def _make_doors(
         from jaxserve.serve.http import HttpDoor  # FastAPI, and the models of bodies: a fifth of a second
 
         counts.read_handoff = None if handoff is None else handoff.read_counts
-        doors.append(HttpDoor(async_engine, serve_config, counts, ports.http, orders=orders, admins=admins))
+        doors.append(HttpDoor(async_engine, serve_config, counts, keys, ports.http, orders=orders))
     return doors
-
-
-def _read_admins(serve_config: ServeConfig) -> KnownKeys | None:
-    """None: there is nothing for operators. Raises ConfigError."""
-    path = serve_config.admin_tokens_file
-    return None if path is None else KnownKeys(read_keys(path, "serve.admin_tokens_file"))
 
 
 def _make_report(engine: AnyEngine, serve_config: ServeConfig, handoff: HandoffService | None) -> DegradedReport:

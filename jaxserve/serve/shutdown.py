@@ -1,4 +1,4 @@
-"""`Shutdown`: two flags that end a server, the signals that set them, and a wait that the second flag cuts short.
+"""`Shutdown`: what signals ask of a server: two flags that end it, and one that has it read its keys again.
 
 What a server does in a drain is its own affair (`service`, `route`).
 """
@@ -24,12 +24,14 @@ class Shutdown:
     """Two flags that signals set: the first asks for a drain, the second for an end at once. One event loop.
 
     Attributes:
+      reread: set by SIGHUP in a server that has files of keys; who reads them clears it.
       until_s: on the clock of the event loop: the end of the drain, unless it ends before.
     """
 
     def __init__(self) -> None:
         self.drain = asyncio.Event()
         self.now = asyncio.Event()
+        self.reread = asyncio.Event()
         self.until_s = math.inf
         self._signalled = False
 
@@ -81,17 +83,22 @@ class _LoopThreads(ThreadPoolExecutor):
         self._daemons.close(cancel=cancel_futures, timeout_s=_THREADS_S if wait else 0.0)
 
 
-def run_with_signals(work: Callable[[Shutdown], Awaitable[int]]) -> int:
-    """Runs `work` on an event loop of its own, whose flags are set by SIGTERM, SIGINT and SIGHUP, that of a closed
-    terminal, unless `nohup` has it ignored. Must be called on the main thread."""
+def run_with_signals(work: Callable[[Shutdown], Awaitable[int]], *, rereads: bool = False) -> int:
+    """Runs `work` on an event loop of its own, whose flags are set by SIGTERM and SIGINT.
+
+    SIGHUP, that of a closed terminal, does the same unless `nohup` has it ignored; with `rereads` it sets
+    `Shutdown.reread` in any case, and ends nothing. Must be called on the main thread."""
 
     async def main() -> int:
         shutdown = Shutdown()
         loop = asyncio.get_running_loop()
         loop.set_default_executor(_LoopThreads())
-        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        for number in (signal.SIGTERM, signal.SIGINT, *(() if ignored else (signal.SIGHUP,))):
+        for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, shutdown.request)
+        if rereads:
+            loop.add_signal_handler(signal.SIGHUP, shutdown.reread.set)
+        elif signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGHUP, shutdown.request)
         return await work(shutdown)
 
     return asyncio.run(main())

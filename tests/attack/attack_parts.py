@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 from attack_kinds import KINDS, Attacker
+from route_parts import Routed
 from serve_parts import WAIT_S, Served, served, wait_until
 
 from jaxserve.config.schema import GrpcConfig, HttpConfig
@@ -38,13 +39,13 @@ def guarded(parts: Served, folder: Path, **http: Any) -> Iterator[Served]:
 
 
 @contextlib.contextmanager
-def calling(parts: Served, key: str = OTHER) -> Iterator[httpx.Client]:
+def calling(parts: Served | Routed, key: str = OTHER) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {key}"}
     with httpx.Client(base_url=parts.http_url, timeout=WAIT_S, headers=headers) as client:
         yield client
 
 
-def others_answer(parts: Served) -> str:
+def others_answer(parts: Served | Routed) -> str:
     """What another key is told now. One that is told to try again later does so."""
     found: list[httpx.Response] = []
 
@@ -60,7 +61,7 @@ def others_answer(parts: Served) -> str:
 
 
 @contextlib.contextmanager
-def attacked(parts: Served, name: str) -> Iterator[Attacker]:
+def attacked(parts: Served | Routed, name: str) -> Iterator[Attacker]:
     """The attack of a kind goes on within the block, which begins once something of it has reached the server."""
     http_port, grpc_port = (int(address.rpartition(":")[2]) for address in (parts.http_url, parts.address))
     by = Attacker(http_port, grpc_port, ATTACKER, OTHER, WAIT_S, SCALE)
@@ -108,6 +109,11 @@ def assert_at_rest(parts: Served, before: Remains) -> None:
     wait_until(lambda: parts.engine.num_live == parts.engine.num_unstarted == 0, "all requests have ended")
     wait_until(lambda: parts.scheduler.num_held_pages == 0 and not parts.scheduler.has_work(), "all pages are free")
     assert parts.engine.failure is None
+    assert_nothing_more(before)
+
+
+def assert_nothing_more(before: Remains) -> None:
+    """The process comes to have no more files and threads than before."""
 
     def more() -> list[str]:
         now = Remains.now()

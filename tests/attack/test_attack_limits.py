@@ -15,6 +15,8 @@ import pytest
 from attack_parts import ATTACKER, Remains, assert_at_rest, calling, guarded, others_answer
 from serve_parts import LONG_TOKENS, WAIT_S, Served, serve_bytes, serve_slowly, wait_until
 
+from jaxserve.api import SamplingParams
+from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.serve.gen import inference_pb2 as pb
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -199,3 +201,26 @@ def connect(parts: Served) -> socket.socket:
 def head(path: str, length: int) -> bytes:
     lines = f"POST {path} HTTP/1.1", "host: localhost", f"authorization: Bearer {ATTACKER}"
     return "\r\n".join((*lines, "content-type: application/json", f"content-length: {length}", "", "")).encode()
+
+
+def test_options_of_a_million_items_are_counted_before_they_are_read() -> None:
+    class Read(int):
+        def __hash__(self) -> int:
+            raise AssertionError("it was read")
+
+        __lt__ = __le__ = __gt__ = __ge__ = __hash__  # type: ignore[assignment]
+
+    for options, text in (
+        ({"stop_token_ids": [Read(1)] * 1000}, "1000 stop_token_ids; at most"),
+        ({"bad_words": ["", *["a"] * 1000]}, "1001 bad_words; at most"),
+        ({"logit_bias": dict.fromkeys(range(1000), "no number")}, "logit_bias has 1000 entries; at most"),
+    ):
+        with pytest.raises(UnsupportedOption, match=text):
+            SamplingParams(**options)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_id_that_is_allowed_a_million_times_is_kept_once() -> None:
+    assert SamplingParams(allowed_token_ids=[7, 3, 7] * 300_000).allowed_token_ids == (7, 3)
+    for wrong in (True, -1, 1.0, "1"):
+        with pytest.raises(InvalidRequest, match="allowed_token_ids must hold token ids"):
+            SamplingParams(allowed_token_ids=[1, wrong])  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,23 @@ def test_settings_of_handoffs_that_no_fleet_can_have_are_refused(
     overrides = {name: str(tmp_path / "secret") if value == "SECRET" else value for name, value in overrides.items()}
     with pytest.raises(ConfigError, match=message):
         build_app(FleetOptions(config="configs/ray-demo.yaml", overrides=overrides, prefill=prefill))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("serve.grpc.tokens_file", "serve.grpc.tls_cert", "serve.grpc.tls_client_ca", "serve.admin_tokens_file"),
+        *("serve.http.api_keys_file", "serve.http.tls_client_ca"),
+    ],
+)
+def test_a_fleet_with_keys_is_refused_since_nobody_would_ask_for_them(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxserve.fleet.ray_app import build_app
+
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ConfigError, match=rf"{re.escape(setting)} is set, but callers of a fleet come to Ray's proxy"):
+        build_app(FleetOptions(config="configs/ray-demo.yaml", overrides={setting: "a-file"}))
 
 
 def test_the_pods_of_the_rayservice_are_pods() -> None:

@@ -28,6 +28,7 @@ from jaxserve.runtime.runner import DeviceInFlight, DeviceRunner
 from jaxserve.sched import ContinuousScheduler
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.http import chat, make_app
+from jaxserve.serve.key_files import KeyFiles
 
 PACKAGE = Path(jaxserve.__file__).parent
 PAGE = (PACKAGE.parent / "docs/architecture.md").read_text()
@@ -158,7 +159,8 @@ def test_a_streamed_chat(llm: LLM, follower: Follower) -> None:
 
     async def call() -> None:
         streams = AsyncEngine(engine)
-        app = make_app(streams, ServeConfig(http=HttpConfig(port=0)), DoorCounts()).asgi
+        config = ServeConfig(http=HttpConfig(port=0))
+        app = make_app(streams, config, DoorCounts(), KeyFiles(config)).asgi
         headers = {"host": "localhost", "content-type": "application/json"}
         scope = {
             "type": "http",

@@ -16,12 +16,12 @@ from serve_parts import WAIT_S, Served, serve_bytes, served
 from jaxserve import cli
 from jaxserve.api import SamplingParams
 from jaxserve.client import AsyncClient, Client, RequestFailed, Tls
-from jaxserve.config.schema import Config, GrpcConfig, RouteConfig
+from jaxserve.config.schema import Config, GrpcConfig, RouteConfig, ServeConfig
 from jaxserve.errors import ConfigError, Status
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.grpc_server import GrpcServer
+from jaxserve.serve.key_files import KeyFiles
 from jaxserve.serve.keys import KnownKeys, read_keys
-from jaxserve.serve.owners import Owners
 from jaxserve.serve.route_access import BackendAccess
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=3)
@@ -226,9 +226,11 @@ def test_wrong_files_stop_the_start(folder: Path, pair: Pair, authority: Authori
         ({"tokens_file": str(folder / "empty")}, "holds nothing"),
     ]
     for options, text in cases:
-        config, owners = GrpcConfig(port=0, **options), Owners(None, salt_by_key=False)
+        config = ServeConfig(grpc=GrpcConfig(port=0, **options))
         with pytest.raises(ConfigError, match=text):
-            GrpcServer(None, DoorCounts(), host="127.0.0.1", config=config, owners=owners, max_connections=1)
+            GrpcServer(
+                None, DoorCounts(), host="127.0.0.1", config=config.grpc, keys=KeyFiles(config), max_connections=1
+            )
     assert read_keys(str(folder / "tokens"), "x") == ("alpha-1", "beta-2")
 
 

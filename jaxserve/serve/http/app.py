@@ -33,35 +33,32 @@ from jaxserve.serve.http.requests import ChatRequest, CompletionRequest
 from jaxserve.serve.http.rerank import rerank_router
 from jaxserve.serve.http.responses_api import responses_router
 from jaxserve.serve.http.tokens import tokens_router
-from jaxserve.serve.keys import KnownKeys, ListedKey, read_listed_keys
-from jaxserve.serve.owners import Owners
+from jaxserve.serve.key_files import KeyFiles
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HttpApp:
-    """`asgi` is what a server runs; `guard` counts the requests in it; `api` is the inner application; `owners`: of its
-    calls."""
+    """`asgi` is what a server runs; `guard` counts the requests in it; `api` is the inner application."""
 
     asgi: ASGIApp
     guard: Guard
     api: FastAPI
-    owners: Owners
 
 
 def make_app(
     engine: AsyncEngine[AnyEngine],
     config: ServeConfig,
     counts: DoorCounts,
+    keys: KeyFiles,
     more: tuple[APIRouter, ...] = (),
-    admins: KnownKeys | None = None,
 ) -> HttpApp:
-    """`more`: further routers. `admins`: the keys of routes for operators, if there are such routes.
+    """`keys`: who may call. `more`: further routers.
 
-    Raises ConfigError for keys that cannot be read, and for names of formats that do not exist.
+    Raises ConfigError for names of formats that do not exist.
     """
     door = make_door(engine, config.http, counts)
     own = (embeddings_router(door), rerank_router(door), probes_router(engine.engine, counts))
-    return join_routers("jaxserve", (*answering_routers(door), *own, *more), config, counts, admins)
+    return join_routers("jaxserve", (*answering_routers(door), *own, *more), config, counts, keys)
 
 
 def make_door(
@@ -93,12 +90,9 @@ def answering_routers(door: Door) -> tuple[APIRouter, ...]:
 
 
 def join_routers(
-    title: str, routers: Sequence[APIRouter], config: ServeConfig, counts: DoorCounts, admins: KnownKeys | None
+    title: str, routers: Sequence[APIRouter], config: ServeConfig, counts: DoorCounts, keys: KeyFiles
 ) -> HttpApp:
-    """One application with all layers around it. `admins`: as of `make_app`.
-
-    Raises ConfigError for keys that cannot be read.
-    """
+    """One application with all layers around it. `keys`: as of `make_app`."""
     http = config.http
     # The pages of documentation load scripts from foreign hosts; the document itself stays.
     # No redirects of paths that end with a slash either: an id may, and is then not found.
@@ -111,10 +105,6 @@ def join_routers(
         api.include_router(router)
     routes = [route for router in (api, *routers) for route in router.routes if isinstance(route, Route)]
     add_handlers(api, routes)
-    listed: Sequence[ListedKey] | None = None
-    if http.api_keys_file is not None:
-        listed = read_listed_keys(http.api_keys_file, "serve.http.api_keys_file")
-    owners = Owners(listed, salt_by_key=config.salt_by_key)
     guard = Guard(
         api,
         max_body_bytes=http.max_body_bytes,
@@ -123,20 +113,18 @@ def join_routers(
         body_timeout_s=http.body_timeout_s,
         request_timeout_s=http.request_timeout_s,
         larger={FILES: (http.batch_file_bytes, "serve.http.batch_file_bytes")},
-        find_owner=functools.partial(find_owner, owners),
+        find_owner=functools.partial(find_owner, keys.http),
     )
     asgi: ASGIApp = guard
-    known = keys = None
-    if listed is not None:
-        known = KnownKeys(key.secret for key in listed)
-    if known is not None or admins is not None:
-        asgi = keys = ApiKeys(asgi, known, admins, open_metrics=http.open_metrics)
+    checked = None
+    if keys.http.known is not None or keys.admins is not None:
+        asgi = checked = ApiKeys(asgi, keys.http.known, keys.admins, open_metrics=http.open_metrics)
     if http.cors_origins:
         asgi = CORSMiddleware(asgi, allow_origins=http.cors_origins, allow_methods=["*"], allow_headers=["*"])
     if (names := allowed_names(http, config.host)) is not None:
         asgi = KnownHosts(asgi, names)
-    _complete_document(api, keys, config.max_n)
-    return HttpApp(asgi=Counted(asgi, counts, routes), guard=guard, api=api, owners=owners)
+    _complete_document(api, checked, config.max_n)
+    return HttpApp(asgi=Counted(asgi, counts, routes), guard=guard, api=api)
 
 
 def _complete_document(api: FastAPI, keys: ApiKeys | None, max_n: int) -> None:

@@ -20,7 +20,7 @@ from jaxserve.serve.http.profile import ProfileCapture
 from jaxserve.serve.http.server import HttpServer
 from jaxserve.serve.http.vllm_admin import vllm_admin_router
 from jaxserve.serve.http.weights import weights_routers
-from jaxserve.serve.keys import KnownKeys
+from jaxserve.serve.key_files import KeyFiles
 from jaxserve.serve.orders import Orders
 from jaxserve.serve.ports import HTTP, HeldPort
 from jaxserve.serve.tls import Certificates
@@ -41,17 +41,18 @@ class HttpDoor:
         engine: AsyncEngine[AnyEngine],
         config: ServeConfig,
         counts: DoorCounts,
+        keys: KeyFiles,
         port: HeldPort | None = None,
         *,
         orders: Orders | None = None,
-        admins: KnownKeys | None = None,
     ) -> None:
-        """`port` None: it is taken at the start. `orders` are for those with a token of `admins`.
+        """`port` None: it is taken at the start. `orders` are for operators.
 
-        Raises ConfigError for keys, certificates, limits or a directory that cannot be used.
+        Raises ConfigError for certificates, limits or a directory that cannot be used.
         """
         assert config.http.port is not None, "no port, no service"
         certificates = Certificates.of(config.http, "serve.http")
+        self._keys = keys
         profiles = ProfileCapture(config.http.profile_dir)
         more: tuple[APIRouter, ...] = (observe.router(engine.engine, counts, config.http),)
         if orders is not None:
@@ -70,7 +71,7 @@ class HttpDoor:
                 store, config.http.batch_lines, config.http.max_body_bytes, config.http.max_json_parts
             )
             more += batches_routers(store, self._batches)
-        self._app = make_app(engine, config, counts, more, admins)
+        self._app = make_app(engine, config, counts, keys, more)
         self._server = HttpServer(
             self._app.asgi,
             host=config.host,
@@ -85,7 +86,7 @@ class HttpDoor:
         """Listens; returns the port. Raises ConfigError."""
         port = await self._server.start()
         if self._batches is not None:
-            self._batches.start(self._app.api, self._app.owners)
+            self._batches.start(self._app.api, self._keys.http)
         return port
 
     async def report(self, healthy: bool) -> None:

@@ -18,6 +18,7 @@ from jaxserve.config.schema import HttpConfig, ServeConfig
 from jaxserve.errors import ConfigError
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.http import HttpDoor
+from jaxserve.serve.key_files import KeyFiles
 
 ASK = {"prompt": "a", "max_tokens": 3}
 
@@ -195,8 +196,9 @@ def test_wrong_files_stop_the_start(folder: Path, pair: Pair, authority: Authori
         ({"tls_cert": noise, "tls_key": pair.key}, "PEM files"),
         ({"tls_cert": pair.certificate, "tls_key": pair.key, "tls_client_ca": noise}, "PEM files"),
     ):
+        config = ServeConfig(http=HttpConfig(port=0, **options))  # pyright: ignore[reportArgumentType]
         with pytest.raises(ConfigError, match=text):
-            HttpDoor(None, ServeConfig(http=HttpConfig(port=0, **options)), DoorCounts())  # pyright: ignore[reportArgumentType]
+            HttpDoor(None, config, DoorCounts(), KeyFiles(config))  # pyright: ignore[reportArgumentType]
 
 
 def test_top_says_whom_it_trusts(server: Served, authority: Authority, capsys: pytest.CaptureFixture[str]) -> None:
