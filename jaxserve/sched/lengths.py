@@ -14,6 +14,7 @@ from jaxserve.registry import Registry
 from jaxserve.sched.state import Sequence
 
 DEFAULT_LENGTHS = "learned"
+"""The name of the predictor that a scheduler has unless another is named."""
 _MIN_SAMPLES = 8  # of one class, before its past says more than the request does
 _MEMORY = 512  # samples of one class after which all of them count half
 _NUM_BUCKETS = 32
