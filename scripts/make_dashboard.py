@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 TARGET = Path(__file__).parents[1] / "deploy" / "grafana" / "jaxserve.json"
-SELECT = '{model_name=~"$model", engine=~"$engine"}'
+SELECT = '{model_name=~"$model", engine=~"$engine", instance=~"$instance"}'
+DOOR = '{model_name=~"$model", instance=~"$instance"}'  # what all replicas of a server share
+ROUTER = '{instance=~"$instance"}'
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_ACCEPTING = '{__name__=~"jaxserve:engine_accepting|jaxserve:router_accepting"}'  # servers and routers
 _WIDTH = 24  # of Grafana's grid
 
 
@@ -37,7 +40,11 @@ def _rate(name: str, by: str = "") -> str:
 
 def _door_rate(name: str, by: str) -> str:
     """Of a counter of the doors, which all replicas share."""
-    return f'sum by ({by}) (rate(jaxserve:{name}{{model_name=~"$model"}}[$__rate_interval]))'
+    return f"sum by ({by}) (rate(jaxserve:{name}{DOOR}[$__rate_interval]))"
+
+
+def _router_rate(name: str, by: str = "") -> str:
+    return f"sum{f' by ({by})' if by else ''} (rate(jaxserve:router_{name}{ROUTER}[$__rate_interval]))"
 
 
 def _durations(part: str, by: str) -> str:
@@ -88,7 +95,7 @@ ROWS: dict[str, list[Panel]] = {
             kind="stat",
             width=4,
             text="Must stay 0: a compilation stalls every stream.",
-            queries={"": 'sum(jaxserve:compile_events_total{model_name=~"$model"})'},
+            queries={"": f"sum(jaxserve:compile_events_total{DOOR})"},
             colours={"0": "green", "1": "red"},
         ),
         Panel(
@@ -97,7 +104,7 @@ ROWS: dict[str, list[Panel]] = {
             width=4,
             unit="s",
             text="Time for which a loop has not come round although it has work.",
-            queries={"": 'max(jaxserve:engine_stalled_seconds{model_name=~"$model"})'},
+            queries={"": f"max(jaxserve:engine_stalled_seconds{DOOR})"},
             colours={"0": "green", "10": "red"},
         ),
         Panel(
@@ -124,7 +131,7 @@ ROWS: dict[str, list[Panel]] = {
             queries={
                 "running": "sum(jaxserve:num_requests_runningSELECT)",
                 "waiting": "sum(jaxserve:num_requests_waitingSELECT)",
-                "without a token": 'sum(jaxserve:num_requests_unstarted{model_name=~"$model"})',
+                "without a token": f"sum(jaxserve:num_requests_unstarted{DOOR})",
             },
         ),
         Panel(
@@ -316,8 +323,8 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             title="Pages that wait to be fetched",
             queries={
-                "prompts": 'sum(jaxserve:handoff_leases{model_name=~"$model"})',
-                "slots": 'sum(jaxserve:handoff_lent_slots{model_name=~"$model"})',
+                "prompts": f"sum(jaxserve:handoff_leases{DOOR})",
+                "slots": f"sum(jaxserve:handoff_lent_slots{DOOR})",
             },
         ),
         Panel(
@@ -366,9 +373,10 @@ ROWS: dict[str, list[Panel]] = {
             text="The rung of each replica, and its pressure by signal; 1 is too much. How many servers say that they "
             "are degraded. See docs/degradation.md.",
             queries={
-                "degraded": 'sum(jaxserve:degraded{model_name=~"$model"})',
-                "rung {{engine}}": "max by (engine) (jaxserve:degradation_rungSELECT)",
-                "{{signal}} {{engine}}": "max by (signal, engine) (jaxserve:degradation_pressureSELECT)",
+                "degraded": f"sum(jaxserve:degraded{DOOR})",
+                "rung {{instance}} {{engine}}": "max by (instance, engine) (jaxserve:degradation_rungSELECT)",
+                "{{signal}} {{instance}} {{engine}}": "max by (signal, instance, engine) "
+                "(jaxserve:degradation_pressureSELECT)",
             },
         ),
         Panel(
@@ -399,8 +407,97 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             title="Process memory",
             unit="bytes",
+            text="Of servers and routers.",
             queries={
-                "{{instance}}": "process_resident_memory_bytes and on (instance, job) jaxserve:engine_aliveSELECT"
+                "{{instance}}": "process_resident_memory_bytes and on (instance, job) jaxserve:engine_aliveSELECT",
+                "router {{instance}}": "process_resident_memory_bytes and on (instance, job) "
+                f"jaxserve:router_accepting{ROUTER}",
+            },
+        ),
+    ],
+    "Servers": [
+        Panel(
+            title="Answers to Prometheus",
+            max=1.0,
+            text="Of the servers and routers of the last day: 0 where one does not answer.",
+            queries={
+                "{{instance}}": f"up and on (instance, job) last_over_time(jaxserve:engine_accepting{DOOR}[1d])",
+                "router {{instance}}": "up and on (instance, job) "
+                f"last_over_time(jaxserve:router_accepting{ROUTER}[1d])",
+            },
+        ),
+        Panel(
+            title="Takes new requests",
+            max=1.0,
+            text="0 while it starts, drains or is dead.",
+            queries={
+                "{{instance}}": f"min by (instance) (jaxserve:engine_accepting{DOOR})",
+                "router {{instance}}": f"min by (instance) (jaxserve:router_accepting{ROUTER})",
+            },
+        ),
+    ],
+    "Routers": [
+        Panel(
+            title="Servers that get requests",
+            max=1.0,
+            text="As each router sees them. These panels are empty without `jaxserve route`.",
+            queries={
+                "{{replica}} by {{instance}}": f"min by (instance, replica) (jaxserve:router_replica_well{ROUTER})",
+                "degraded {{instance}}": f"max by (instance) (jaxserve:router_degraded{ROUTER})",
+            },
+        ),
+        Panel(
+            title="Requests of routers",
+            queries={
+                "calls": f"sum(jaxserve:router_requests_running{ROUTER})",
+                "at {{replica}}": f"sum by (replica) (jaxserve:router_replica_requests_running{ROUTER})",
+            },
+        ),
+        Panel(
+            title="Requests sent per second, by server",
+            stacked=True,
+            queries={"{{replica}}": _router_rate("replica_requests_total", "replica")},
+        ),
+        Panel(
+            title="Requests that went on at another server, per second",
+            stacked=True,
+            queries={"{{reason}}": _router_rate("moves_total", "reason")},
+        ),
+        Panel(
+            title="Quarantine",
+            text="Contents that are refused since servers died of them; found guilty, and refused, in the last hour.",
+            queries={
+                "contents": f"sum(jaxserve:router_quarantined{ROUTER})",
+                "found": f"sum(increase(jaxserve:router_convictions_total{ROUTER}[1h]))",
+                "refused": f"sum(increase(jaxserve:router_quarantine_refusals_total{ROUTER}[1h]))",
+            },
+        ),
+        Panel(
+            title="Calls of routers per second",
+            queries={
+                "gRPC {{code}}": _router_rate("grpc_requests_total", "code"),
+                "HTTP {{status}}": _router_rate("http_requests_total", "status"),
+            },
+        ),
+    ],
+    "Adapters": [
+        Panel(
+            title="Adapters",
+            stacked=True,
+            text="By where their weights are. These panels are empty without adapters.slots.",
+            queries={"{{weights}}": f"sum by (weights) (jaxserve:adapters{DOOR})"},
+        ),
+        Panel(
+            title="Sequences, by adapter",
+            stacked=True,
+            queries={"{{adapter}} {{state}}": "sum by (adapter, state) (jaxserve:adapter_sequencesSELECT)"},
+        ),
+        Panel(
+            title="Loads of adapters per second",
+            text="Into slots of the device, and the events of weights in the host's memory.",
+            queries={
+                "slots": _rate("adapter_slot_loads_total"),
+                "{{event}}": _door_rate("adapter_events_total", "event"),
             },
         ),
     ],
@@ -468,8 +565,8 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
 
 
 def _dashboard(panels: list[dict[str, Any]]) -> dict[str, Any]:
-    def variable(name: str, label: str) -> dict[str, Any]:
-        query = f"label_values(jaxserve:steps_total, {label})"
+    def variable(name: str, label: str, metric: str = "jaxserve:steps_total") -> dict[str, Any]:
+        query = f"label_values({metric}, {label})"
         return {
             "name": name,
             "type": "query",
@@ -493,7 +590,14 @@ def _dashboard(panels: list[dict[str, Any]]) -> dict[str, Any]:
         "editable": True,
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
-        "templating": {"list": [source, variable("model", "model_name"), variable("engine", "engine")]},
+        "templating": {
+            "list": [
+                source,
+                variable("model", "model_name"),
+                variable("engine", "engine"),
+                variable("instance", "instance", _ACCEPTING),
+            ]
+        },
         "panels": panels,
     }
 

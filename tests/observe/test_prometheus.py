@@ -27,6 +27,7 @@ from watched import http, until, until_idle, watched
 
 from jaxserve.api import SamplingParams
 from jaxserve.client import Client, RequestFailed
+from jaxserve.config import field_docs
 from jaxserve.config.schema import EventsConfig
 from jaxserve.kv.page_events import PageEvents
 from jaxserve.sched.plan import HostSlots
@@ -49,10 +50,10 @@ PROMETHEUS_3 = (
 UNDERSCORES = PROMETHEUS_3.replace("allow-utf-8", "underscores")  # metric_name_escaping_scheme of Prometheus 3
 
 NAME = re.compile(r"jaxserve:[a-z0-9_]+")
-# These begin the metrics of handoffs, for which servers exchange pages, and of pictures: this server is alone, and its
-# model takes text.
-ABSENT = ("jaxserve:handoff_", "jaxserve:mm_")
 ROUTER = "jaxserve:router_"
+# These begin the metrics of handoffs, for which servers exchange pages, of pictures, of routers and of sequences with
+# an adapter: this server is alone, its model takes text, and no request names an adapter.
+ABSENT = ("jaxserve:handoff_", "jaxserve:mm_", ROUTER, "jaxserve:adapter_sequences")
 
 
 def _names(accept: str | None) -> tuple[str, set[str]]:
@@ -140,7 +141,13 @@ def _prometheus(folder: Path, target: str, program: str) -> Iterator[Prometheus]
 def _queries() -> list[str]:
     dashboard = json.loads(DASHBOARD.read_text())
     found = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    return [query.replace("$model", ".*").replace("$engine", ".*").replace("$__rate_interval", "5m") for query in found]
+    return [
+        query.replace("$model", ".*")
+        .replace("$engine", ".*")
+        .replace("$instance", ".*")
+        .replace("$__rate_interval", "5m")
+        for query in found
+    ]
 
 
 def _load(parts: Served) -> None:
@@ -231,7 +238,16 @@ def _check_alerts(prometheus: Prometheus, stored: set[str]) -> None:
         assert rule["state"] != "firing", rule
         # A router is another process; `test_alerts_of_routers_name_what_routers_export` has its names.
         assert {name for name in NAME.findall(rule["query"]) if not name.startswith(ROUTER)} <= stored, rule
-        assert rule["annotations"].get("summary"), rule
+
+
+def test_each_alert_says_what_is_and_what_to_look_at() -> None:
+    for group in yaml.safe_load(ALERTS.read_text())["groups"]:
+        for rule in group["rules"]:
+            assert rule["annotations"].keys() == {"summary", "description"}, rule
+            assert all(text.endswith(".") for text in rule["annotations"].values()), rule
+            settings = re.findall(r"\b[a-z_/]+(?:\.[a-z_]+)+\b", rule["annotations"]["description"])
+            known = {doc.name for doc in field_docs()}
+            assert all(name in known or (DEPLOY.parent / name).is_file() for name in settings), settings
 
 
 def test_alerts_of_routers_name_what_routers_export() -> None:
