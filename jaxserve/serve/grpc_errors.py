@@ -1,7 +1,8 @@
 """The one place where exceptions become gRPC statuses, for all methods of jaxserve.
 
 A handler raises typed errors and never uses codes. Parsing is done here too, since gRPC itself answers an undecodable
-message with UNKNOWN and a Python exception text. So messages are counted here as they came, until their calls end.
+message with UNKNOWN and a Python exception text. So messages are counted here as they came, until their calls end, and
+large ones are parsed one after the other (`LargeReads`).
 """
 
 import logging
@@ -16,6 +17,7 @@ from google.protobuf.message import DecodeError
 from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.errors import InvalidRequest, MessagesFull, Status
 from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, Refusal, reason_of
+from jaxserve.serve.large_reads import LARGE_BYTES, LargeReads
 from jaxserve.serve.owners import Owners
 from jaxserve.serve.status import GRPC_CODES, public_message, status_of
 from jaxserve.serve.status_details import details_of
@@ -31,11 +33,13 @@ _ID = re.compile(r"[!-~]{1,256}")  # as HTTP has it: a request's id may be any t
 class TypedErrors(grpc.aio.ServerInterceptor):
     """Wraps all methods, and counts those of `jaxserve.*` services."""
 
-    def __init__(self, counts: DoorCounts, max_messages_bytes: int, owners: Owners) -> None:
-        """`max_messages_bytes`: of the messages of all calls that have not ended. `owners`: tells whose."""
+    def __init__(self, counts: DoorCounts, max_messages_bytes: int, owners: Owners, reads: LargeReads) -> None:
+        """`max_messages_bytes`: of the messages of all calls that have not ended. `owners`: tells whose. `reads`: for
+        large ones."""
         self._counts = counts
         self._room: SharedRoom[str] = SharedRoom(max_messages_bytes)
         self._owners = owners
+        self._reads = reads
 
     async def intercept_service(
         self,
@@ -62,7 +66,7 @@ class TypedErrors(grpc.aio.ServerInterceptor):
                 owner = self._owners.of_call(context).id
                 self._enter(owner, size, at_any_rate=counts is None and size <= _SMALL_BYTES)
                 is_in = True
-                request = _parse(parse, raw)
+                request = await self._parsed(parse, raw, owner)
                 answer = await behaviour(request, context)
                 code = grpc.StatusCode.OK
                 return answer
@@ -84,6 +88,11 @@ class TypedErrors(grpc.aio.ServerInterceptor):
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
         return wrap(call, request_deserializer=None, response_serializer=handler.response_serializer)
+
+    async def _parsed(self, parse: Callable[[bytes], Any], raw: bytes, owner: str) -> Any:
+        if len(raw) <= LARGE_BYTES:
+            return _parse(parse, raw)
+        return await self._reads.run(owner, lambda: _parse(parse, raw))
 
     def _enter(self, owner: str, size: int, *, at_any_rate: bool) -> None:
         # One message alone is read, whatever it has: its own limit is another setting.

@@ -25,6 +25,7 @@ from jaxserve.serve.grpc_admin import AdminService, RouterAdminService
 from jaxserve.serve.grpc_errors import TypedErrors
 from jaxserve.serve.handoff_service import HANDOFF_NAME, HandoffService
 from jaxserve.serve.key_files import KeyFiles
+from jaxserve.serve.large_reads import LargeReads
 from jaxserve.serve.ports import GRPC, HeldPort
 from jaxserve.serve.tls import Certificates
 
@@ -95,7 +96,8 @@ class GrpcServer:
         interceptors: list[grpc.aio.ServerInterceptor] = []
         if keys.grpc.known is not None or keys.admins is not None:
             interceptors.append(BearerTokens(keys.grpc.known, keys.admins, counts))
-        interceptors.append(TypedErrors(counts, config.max_messages_bytes, keys.grpc))
+        self._reads = LargeReads()
+        interceptors.append(TypedErrors(counts, config.max_messages_bytes, keys.grpc, self._reads))
         methods = [*pb.DESCRIPTOR.services_by_name["Inference"].methods_by_name]
         names = [SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME]
         if admin is not None:
@@ -171,6 +173,7 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, gives the others `grace_s`, then cancels them."""
         await self._server.stop(grace_s)
+        self._reads.close()
 
 
 def _options(config: GrpcConfig, max_connections: int) -> list[tuple[str, int]]:

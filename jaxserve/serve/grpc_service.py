@@ -24,7 +24,7 @@ from jaxserve.engine import (
     split_chat,
     with_pictures,
 )
-from jaxserve.errors import DeadlineExceeded, InvalidRequest, JaxserveError, UnsupportedOption
+from jaxserve.errors import DeadlineExceeded, InvalidRequest, JaxserveError, PromptTooLong, UnsupportedOption
 from jaxserve.serve.convert import abort_from_proto, refuse_unknown_fields, resume_from_proto, sampling_from_proto
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
@@ -33,6 +33,8 @@ from jaxserve.serve.replies import Chunks, Replies
 from jaxserve.text import Tokenizer, check_special_text, encode_chat
 
 MAX_REQUEST_ID_CHARS = 256
+_MOST_MESSAGES = 2**14  # of a chat, as over HTTP: each is many objects of Python on its way to the prompt
+_IDS_AT_ONCE = 2**16  # of a long prompt, which are copied without a break
 
 
 # From a request and the ticket that came with it, which may be empty: the block in which it is answered, entered once
@@ -222,6 +224,7 @@ async def prepare_message(
 ) -> Request:
     """The request of a message, encoded on a thread of its own. Arguments and errors as of `generate_replies`."""
     arrived_s = time.monotonic()
+    _check_sizes(message, async_engine.engine.model.max_model_len)
     if message.sampling.HasField("truncate_prompt_tokens"):
         async_engine.check_text(message.text, *(each.content for each in message.chat.messages))
     return await async_engine.run(
@@ -231,6 +234,32 @@ async def prepare_message(
         tenant=None if message.resume.sequences else message.tenant,
         owner=owner.id,
     )
+
+
+def _check_sizes(message: pb.GenerateRequest, max_model_len: int) -> None:
+    """Of what need not be read to be refused. Raises InvalidRequest, PromptTooLong."""
+    _check_chat_size(message.chat)
+    count = len(message.token_ids.ids)
+    if count > max_model_len and not message.sampling.HasField("truncate_prompt_tokens"):
+        raise PromptTooLong(
+            f"the prompt has {count} tokens; a sequence holds {max_model_len}, prompt and output together; shorten it, "
+            "or set truncate_prompt_tokens"
+        )
+
+
+def _check_chat_size(chat: pb.ChatMessages) -> None:
+    if len(chat.messages) > _MOST_MESSAGES:
+        raise InvalidRequest(
+            f"the chat has {len(chat.messages)} messages and at most {_MOST_MESSAGES} are taken; leave older ones out"
+        )
+
+
+def _ids_of(message: pb.TokenIds) -> list[int]:
+    """A copy, between whose pieces other threads have their turn."""
+    found: list[int] = []
+    for start in range(0, len(message.ids), _IDS_AT_ONCE):
+        found += message.ids[start : start + _IDS_AT_ONCE]
+    return found
 
 
 def _prepare(
@@ -292,7 +321,7 @@ def _prompt(engine: AnyEngine, message: pb.GenerateRequest, refuse_special_text:
         return chat_prompt(message.text, sources)
     if kind == "token_ids":
         refuse_unknown_fields(message.token_ids)
-        return {"prompt_token_ids": tuple(message.token_ids.ids), "multi_modal_data": {"image": sources}}
+        return {"prompt_token_ids": _ids_of(message.token_ids), "multi_modal_data": {"image": sources}}
     if kind == "chat":
         if sources:
             raise InvalidRequest("pictures of a chat belong to its messages; set ChatMessage.pictures")
@@ -338,6 +367,7 @@ def _tokenize(
         return _tokenizer(engine).encode(message.text, add_special_tokens=add)
     if message.HasField("add_special_tokens"):
         raise InvalidRequest("add_special_tokens is for text; the chat template writes all special tokens of a chat")
+    _check_chat_size(message.chat)
     async_engine.check_text(*(each.content for each in message.chat.messages))
     return list(with_pictures(engine.model.pictures, *_chat_ids(engine, message.chat, refuse_special_text, None))[0])
 

@@ -1,6 +1,7 @@
 """Bytes of messages: what one caller holds shuts out no other, and what is no message is told so on every method."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,11 +15,15 @@ from jaxserve.api import SamplingParams
 from jaxserve.client import CallOptions, Client, RequestFailed, Retries
 from jaxserve.config.schema import GrpcConfig
 from jaxserve.errors import Status
+from jaxserve.serve.gen import inference_pb2 as pb
+from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
+from jaxserve.serve.large_reads import LargeReads
 
 KEYS = ("alpha", "beta")
 SHORT = SamplingParams(temperature=0.0, max_tokens=2)
 MIB = 2**20
 ONCE = Retries(attempts=0)
+AS_ONE = (("authorization", f"Bearer {KEYS[0]}"),)
 GARBAGE = b"\x0a\x7fabc"  # promises more bytes than there are
 
 
@@ -62,6 +67,54 @@ def test_one_message_is_read_whatever_it_has(crowded: Served) -> None:
     with Client(crowded.address, retries=ONCE, token=KEYS[0]) as client:
         for _ in range(20):  # together far more than all calls may have at a time
             client.complete("a", SHORT, CallOptions(cache_salt="s" * MIB), timeout_s=WAIT_S)
+
+
+def test_large_messages_are_parsed_in_turns_off_the_loop(crowded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    owners: list[str] = []
+    run = LargeReads.run
+
+    async def noted(self: LargeReads, owner: str, read: Callable[[], object]) -> object:
+        owners.append(owner)
+
+        def read_elsewhere() -> object:
+            assert threading.current_thread().name.startswith("jaxserve-large")
+            return read()
+
+        return await run(self, owner, read_elsewhere)
+
+    monkeypatch.setattr(LargeReads, "run", noted)
+    with (
+        Client(crowded.address, retries=ONCE, token=KEYS[0]) as one,
+        Client(crowded.address, retries=ONCE, token=KEYS[1]) as two,
+    ):
+        assert one.complete("a", SHORT, timeout_s=WAIT_S).text == "bc"
+        assert owners == []  # a small one does not wait for large ones
+        for client in (one, two):
+            assert client.complete("a", SHORT, CallOptions(cache_salt="s" * MIB), timeout_s=WAIT_S).text == "bc"
+    assert len(owners) == len(set(owners)) == 2
+    with grpc.insecure_channel(crowded.address) as channel:
+        replies = channel.unary_stream("/jaxserve.v1.Inference/Generate")(GARBAGE * 100_000, WAIT_S, AS_ONE)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(replies)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "cannot be decoded" in caught.value.details()
+
+
+def test_what_has_too_many_parts_is_refused_before_it_is_looked_at(crowded: Served) -> None:
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="a")] * (2**14 + 1))
+    ids = pb.TokenIds(ids=[7] * 500_000)
+    with grpc.insecure_channel(crowded.address) as channel:
+        stub = pb_grpc.InferenceStub(channel)
+        for call, told in (
+            (lambda: next(stub.Generate(pb.GenerateRequest(chat=chat), timeout=WAIT_S, metadata=AS_ONE)), "16384"),
+            (lambda: stub.Tokenize(pb.TokenizeRequest(chat=chat), timeout=WAIT_S, metadata=AS_ONE), "16384"),
+            (lambda: next(stub.Generate(pb.GenerateRequest(token_ids=ids), timeout=WAIT_S, metadata=AS_ONE)), "500000"),
+        ):
+            with pytest.raises(grpc.RpcError, match=told) as caught:
+                call()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        cut = pb.GenerateRequest(token_ids=ids, sampling=pb.SamplingParams(truncate_prompt_tokens=3, max_tokens=2))
+        replies = list(stub.Generate(cut, timeout=WAIT_S, metadata=AS_ONE))
+        assert replies[-1].usage.num_prompt_tokens == 3
 
 
 @pytest.fixture(scope="module")
