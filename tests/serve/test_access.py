@@ -243,7 +243,7 @@ def test_a_wrong_file_is_told_before_anything_is_loaded(
     monkeypatch.setattr("jaxserve.run._built", lambda *_: pytest.fail("it loads"))
     ports = ["--set", "serve.grpc.port=0", "--set", "serve.http.port=0"]
     assert cli.main(["run", *ports, "--set", f"{setting}=/nowhere"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {setting}")
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {setting}")
 
 
 def test_a_client_certificate_needs_its_key() -> None:
