@@ -34,6 +34,7 @@ from jaxserve.serve.http.rerank import rerank_router
 from jaxserve.serve.http.responses_api import responses_router
 from jaxserve.serve.http.tokens import tokens_router
 from jaxserve.serve.keys import KnownKeys, ListedKey, read_listed_keys
+from jaxserve.serve.large_reads import LargeReads
 from jaxserve.serve.owners import Owners
 
 
@@ -107,6 +108,7 @@ def join_routers(
     )
     api.state.counts = counts
     api.state.max_json_parts = http.max_json_parts
+    api.state.large_reads = LargeReads()
     for router in routers:
         api.include_router(router)
     routes = [route for router in (api, *routers) for route in router.routes if isinstance(route, Route)]
