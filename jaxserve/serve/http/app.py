@@ -34,6 +34,7 @@ from jaxserve.serve.http.rerank import rerank_router
 from jaxserve.serve.http.responses_api import responses_router
 from jaxserve.serve.http.tokens import tokens_router
 from jaxserve.serve.key_files import KeyFiles
+from jaxserve.serve.large_reads import LargeReads
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,7 @@ def join_routers(
     )
     api.state.counts = counts
     api.state.max_json_parts = http.max_json_parts
+    api.state.large_reads = LargeReads()
     for router in routers:
         api.include_router(router)
     routes = [route for router in (api, *routers) for route in router.routes if isinstance(route, Route)]

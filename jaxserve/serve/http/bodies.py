@@ -2,10 +2,9 @@
 
 JSON is UTF-8, as a rule; UTF-16, UTF-32 and a mark of the order of bytes are seen by the first bytes (RFC 4627, 3), as
 Python's own parser does. pydantic validates. Its parser is used rather than Python's, since it has a limit of depth,
-refuses lone surrogates and NaN, and takes a tenth of the time. Large bodies are read on a thread of their own.
+refuses lone surrogates and NaN, and takes a tenth of the time. Large bodies are read by `LargeReads`.
 """
 
-import asyncio
 import functools
 import json
 from collections.abc import Callable, Coroutine
@@ -17,10 +16,11 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope
 
-from jaxserve.engine.interpreter import collector_paused
 from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal, invalid_body
+from jaxserve.serve.http.keys import owner_of
 from jaxserve.serve.http.marks import Mark, note
 from jaxserve.serve.http.requests import Body, field_names
+from jaxserve.serve.large_reads import LARGE_BYTES, LargeReads
 from jaxserve.text.json_size import has_more_parts
 
 # For the OpenAPI document.
@@ -34,9 +34,6 @@ EVENTS: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {}},
     }
 }
-
-
-_LARGE_BYTES = 100_000  # of a body that takes a millisecond and more
 
 
 def read_json(octets: bytes, max_parts: int) -> Any:
@@ -60,7 +57,11 @@ class _JsonRequest(Request):
     async def json(self) -> Any:
         body = await self.body()
         read = functools.partial(_read, body, self._kind, self.app.state.max_json_parts)
-        given, marks = await asyncio.to_thread(read) if len(body) > _LARGE_BYTES else read()
+        if len(body) > LARGE_BYTES:
+            reads: LargeReads = self.app.state.large_reads
+            given, marks = await reads.run(owner_of(self).id, read)
+        else:
+            given, marks = read()
         if marks:
             note(self.app.state.counts, self.scope["route"].path, marks)
         return given
@@ -69,8 +70,7 @@ class _JsonRequest(Request):
 def _read(octets: bytes, kind: type[Body] | None, max_parts: int) -> tuple[Any, set[Mark]]:
     """A body, as JSON or as its model, and the fields that are ignored. Raises _Unreadable. Any thread."""
     try:
-        with collector_paused():  # the parser holds the interpreter lock, so no other thread runs meanwhile
-            given = read_json(octets, max_parts)
+        given = read_json(octets, max_parts)
     except ValueError as error:
         raise _Unreadable(HttpRefusal(400, f"the body is no JSON that can be read: {error}")) from error
     marks: set[Mark] = set()

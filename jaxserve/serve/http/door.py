@@ -103,10 +103,22 @@ async def in_time(door: Door) -> AsyncIterator[None]:
 async def follow(door: Door, requests: Sequence[Request]) -> AsyncIterator[AsyncGenerator[Update, None]]:
     """Their stream of updates, see `AsyncEngine.stream`; the end of the block aborts what is still running.
 
-    Raises as `in_time`.
+    Updates with log-probabilities come in turns: to write one takes a millisecond, and a step of the engine has one
+    for each of its sequences. Raises as `in_time`.
     """
     async with in_time(door), contextlib.aclosing(door.engine.stream(*requests)) as updates:
-        yield updates
+        if not any(one.sampling.logprobs for one in requests):
+            yield updates
+            return
+        async with contextlib.aclosing(_in_turns(door.turns, updates)) as paced:
+            yield paced
+
+
+async def _in_turns(turns: Turns, updates: AsyncGenerator[Update, None]) -> AsyncGenerator[Update, None]:
+    async for update in updates:
+        if update.logprobs:
+            await turns.next()
+        yield update
 
 
 def check_answered(update: Update) -> None:

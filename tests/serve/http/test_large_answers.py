@@ -147,6 +147,26 @@ def test_an_echo_is_made_once_for_all_sequences(
     assert sorted(made) == [49, 399]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_made_in_turns(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Those of a step are as many as it has sequences, and each takes a millisecond."""
+    taken: list[None] = []
+    next_turn = Turns.next
+
+    async def counted(self: Turns) -> None:
+        taken.append(None)
+        await next_turn(self)
+
+    monkeypatch.setattr(Turns, "next", counted)
+    body = {"prompt": "a", "n": 4, "max_tokens": 3, "ignore_eos": True, "stream": stream}
+    assert client.post("/v1/completions", json=body).status_code == 200
+    assert not taken
+    assert client.post("/v1/completions", json={**body, "logprobs": 5}).status_code == 200
+    assert 4 <= len(taken) <= 4 * 3
+
+
 def test_others_have_their_turn_between_two_parts() -> None:
     """All that is made at a time takes one turn each time the loop comes round, whosever it is."""
     rounds: list[list[str]] = []
