@@ -114,6 +114,7 @@ def _under_load(page: Page, url: str) -> None:
     for thread in threads:
         thread.start()
     try:
+        page.click("#tab-both")
         page.wait_for_timeout(15_000)  # a part of a minute of the live view
         _to_start(page)
         _shoot(page, "laptop")
@@ -139,7 +140,7 @@ def _under_load(page: Page, url: str) -> None:
 
 def _beyond_context(page: Page) -> None:
     """Asks sums until nothing fits any more, and leaves out the older half."""
-    page.click("#live-toggle")
+    page.click("#tab-chat")
     page.click("#new-chat")
     error, facts = page.locator("#chat-error"), page.locator(".messages .facts")
     while not error.is_visible():

@@ -29,7 +29,7 @@ from jaxserve.assemble.page_store import PageStore, PageStores, prepare_page_sto
 from jaxserve.assemble.pictures import find_pictures, plan_pictures
 from jaxserve.assemble.step_log import open_step_log
 from jaxserve.config import ResolvedConfig, policy_of
-from jaxserve.config.model_path import model_name, resolve_model_path
+from jaxserve.config.model_path import model_name, packaged_examples, resolve_model_path
 from jaxserve.config.schema import Config, DegradeConfig
 from jaxserve.engine import AnyEngine, EmbeddingRules, Engine, EngineGroup, ModelInfo, Reranker
 from jaxserve.engine.adapters import LoadedAdapters
@@ -451,6 +451,7 @@ def describe_model(
         drafter=config.speculation.method,
         pictures=pictures,
         adapters=first.adapters,
+        examples=packaged_examples(config.model.path),
     )
 
 

@@ -4,6 +4,7 @@ Apart from `models`, which loads JAX: a router needs a tokenizer and no model.
 """
 
 import importlib.resources
+import json
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from jaxserve.gguf_file import SUFFIX
 
 PACKAGED = {"demo": "demo_model", "demo-vision": "demo_model/vision"}  # directories in the package, by their names
 CONFIG_NAME = "config.json"
+_EXAMPLES = "examples.json"  # questions as texts, most general first
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # OWNER/NAME
 
 
@@ -45,6 +47,14 @@ def model_name(path: str) -> str:
     Raises CheckpointError if there is none.
     """
     return path if path in PACKAGED else resolve_model_path(path).name
+
+
+def packaged_examples(path: str) -> tuple[str, ...]:
+    """Questions that the model of `model.path` is known to answer: those in the files of a model in the package."""
+    if path not in PACKAGED:
+        return ()
+    file = resolve_model_path(path) / _EXAMPLES
+    return tuple(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else ()
 
 
 def _hub_name(path: Path) -> str | None:

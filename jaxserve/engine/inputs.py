@@ -49,6 +49,7 @@ class ModelInfo:
       drafter: source of drafts, `speculation.method`; "none": there are none.
       pictures: reads those of a prompt; None: the model takes none.
       adapters: those that requests may name; None: the engine takes none.
+      examples: questions that it is known to answer, for people who do not know it yet.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ModelInfo:
     drafter: str = "none"
     pictures: PictureReader | None = None
     adapters: LoadedAdapters | None = None
+    examples: tuple[str, ...] = ()
 
 
 def prepare_request(

@@ -54,6 +54,25 @@ def test_every_task(llm: LLM) -> None:
     assert not _shortfall(accuracy)
 
 
+def test_examples_of_the_page_are_answered_rightly(llm: LLM) -> None:
+    """Those with one right answer, also as the page draws by default; and a story is about what was asked."""
+    right = {
+        "What is 683+784?": "1467",
+        "Add 683 and 784 step by step.": "3+4=7 8+8=16 6+7+1=14 so 1467",
+        "Sort these words: egg, bell, sail.": "Sorted: bell, egg, sail",
+        'Spell "wagon" backwards.': "nogaw",
+        "Here is a list: flag:93, doll:95. What is doll?": "I found doll:95.",
+    }
+    *asked, story = llm._engine.model.examples
+    assert asked == list(right) and story == "Tell me a story about a fox."
+    drawn = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=None, seed=1)
+    for sampling in (GREEDY, drawn):
+        outputs = llm.chat([[{"role": "user", "content": one}] for one in [*asked, story]], sampling, use_tqdm=False)
+        *texts, told = [output.outputs[0].text.strip() for output in outputs]
+        assert texts == list(right.values())
+        assert "fox" in told
+
+
 def test_the_engine_knows_how_long_the_checkpoint_goes(llm: LLM) -> None:
     """Or a prompt that is too long would be told to raise model.max_len, which is then refused."""
     assert llm._engine.model.max_position == 1024

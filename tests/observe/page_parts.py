@@ -48,7 +48,7 @@ def page(browser: Browser) -> Iterator[Page]:
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(f"script: {error}"))
     # A refusal that a test wants is logged, too, but not by a script; and so is a server that has gone.
-    wanted = (" status of 4", "net::ERR_CONNECTION_REFUSED", "net::ERR_FAILED")
+    wanted = (" status of 4", " status of 503", "net::ERR_CONNECTION_REFUSED", "net::ERR_FAILED")
     page.on(
         "console",
         lambda m: problems.append(m.text) if m.type == "error" and not any(w in m.text for w in wanted) else None,
@@ -62,6 +62,12 @@ def page(browser: Browser) -> Iterator[Page]:
 def open_page(page: Page, parts: Served) -> None:
     page.goto(f"{parts.http_url}/")
     expect(page.locator("#state")).to_have_attribute("data-state", "live")
+
+
+def show(page: Page, view: str) -> None:
+    """ "chat", "engine", or "both" where the screen is wide."""
+    page.click(f"#tab-{view}")
+    expect(page.locator(f"#tab-{view}")).to_have_attribute("aria-selected", "true")
 
 
 def ask_page(page: Page, text: str, max_tokens: int = 5) -> None:

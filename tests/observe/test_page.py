@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from page_parts import LASTING_S, USAGE, answer_page, ask_page, needs_chromium, open_page, piece
+from page_parts import LASTING_S, USAGE, answer_page, ask_page, needs_chromium, open_page, piece, show
 from playwright.sync_api import Browser, Page, Route, ViewportSize, expect
 from serve_parts import IdleStore, Parts, Served, served
 from watched import ask, until, until_idle, watched
@@ -59,6 +59,7 @@ def _reconnect(page: Page) -> None:
 def test_axes_of_few_values(page: Page) -> None:
     with watched() as parts:
         open_page(page, parts)
+        show(page, "engine")
         drawn = page.evaluate(
             """async () => {
               const { drawTimes, duration } = await import("/static/draw.js");
@@ -116,15 +117,17 @@ def test_all_sizes_and_both_themes(browser: Browser, scheme: Literal["light", "d
         expect(page.locator("#context")).to_be_visible()
         for width, height in ((320, 640), (1024, 768), (3840, 2160)):
             page.set_viewport_size({"width": width, "height": height})
-            too_wide = page.evaluate(
-                """() => [...document.querySelectorAll("body *")].filter((e) => e.checkVisibility() &&
-                    !e.closest(".skip, .hidden, pre") && e.getBoundingClientRect().right > innerWidth)
-                    .map((e) => e.outerHTML)"""
-            )
-            assert too_wide == [], width
-            assert page.evaluate("document.documentElement.scrollWidth") == width
-            found = Axe().run(page)
-            assert found.violations_count == 0, f"{width}: {found.generate_report()}"
+            for view in ("chat", "engine", *(["both"] if width >= 1024 else [])):
+                show(page, view)
+                too_wide = page.evaluate(
+                    """() => [...document.querySelectorAll("body *")].filter((e) => e.checkVisibility() &&
+                        !e.closest(".skip, .hidden, pre") && e.getBoundingClientRect().right > innerWidth)
+                        .map((e) => e.outerHTML)"""
+                )
+                assert too_wide == [], (width, view)
+                assert page.evaluate("document.documentElement.scrollWidth") == width
+                found = Axe().run(page)
+                assert found.violations_count == 0, f"{width}, {view}: {found.generate_report()}"
         assert page.evaluate("parseFloat(getComputedStyle(document.body).fontSize)") > 20, (
             "4k is read from farther away"
         )
@@ -138,25 +141,61 @@ def test_all_sizes_and_both_themes(browser: Browser, scheme: Literal["light", "d
         page.close()
 
 
-@pytest.mark.parametrize(("width", "height"), [(320, 640), (390, 844), (844, 390), (768, 1024)])
-def test_parts_have_their_heights_on_a_phone(browser: Browser, width: int, height: int) -> None:
-    """One column: nothing scrolls within the page but messages, no hole is under the field, and a line can be begun."""
+# What is cut off or lies over something else. What scrolls shows its inside in parts, and what is made for readers of
+# screens alone is a pixel large.
+LAYOUT = """() => {
+    const apart = ".skip, .hidden, option, pre code, .table table";
+    const shown = [...document.querySelectorAll("body *")].filter((e) => e.checkVisibility() && !e.closest(apart));
+    const scrolls = (e) => ["auto", "scroll"].includes(getComputedStyle(e).overflowY);
+    const name = (e) => `${e.localName}#${e.id}.${e.className} ${e.textContent.trim().slice(0, 30)}`;
+    const faults = [];
+    for (const e of shown) {
+        const box = e.getBoundingClientRect();
+        if (box.left < 0 || box.right > innerWidth + 0.5) faults.push(`outside: ${name(e)}`);
+        const hides = e.scrollHeight - e.clientHeight > 1 || e.scrollWidth - e.clientWidth > 1;
+        const isText = e.matches("button, summary, dt, dd, h1, h2, label, p, figcaption, .tiles > div");
+        if (isText && getComputedStyle(e).display !== "inline" && hides) faults.push(`cut: ${name(e)}`);
+    }
+    const kinds = "button, input, textarea, select, summary, canvas, h1, h2, dt, dd, p, meter, #messages";
+    const leaves = shown.filter((e) => e.matches(kinds));
+    for (const [i, one] of leaves.entries()) {
+        for (const other of leaves.slice(i + 1)) {
+            if (one.contains(other) || other.contains(one)) continue;
+            const scroller = (e) => { while (e && !scrolls(e)) e = e.parentElement; return e; };
+            if (scroller(one.parentElement) !== scroller(other.parentElement)) continue;
+            const a = one.getBoundingClientRect(), b = other.getBoundingClientRect();
+            const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+            const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+            if (wide > 1 && high > 1) faults.push(`over each other: ${name(one)} and ${name(other)}`);
+        }
+    }
+    return faults;
+}"""
+
+
+@pytest.mark.parametrize(("width", "height"), [(320, 640), (360, 740), (390, 844), (844, 390), (768, 1024)])
+def test_parts_have_their_place_on_a_phone(browser: Browser, width: int, height: int) -> None:
+    """One column: nothing scrolls within the page but messages, no hole is under the field, nothing lies over another,
+    and a line can be begun."""
     screen: ViewportSize = {"width": width, "height": height}
     with watched() as parts:
         page = browser.new_context(viewport=screen, has_touch=True, is_mobile=True).new_page()
         open_page(page, parts)
+        assert page.evaluate("document.activeElement === document.body"), "no keyboard comes up by itself"
+        assert page.evaluate(LAYOUT) == []
         answer_page(page, piece(ANSWER, "stop"), USAGE, "[DONE]")
         page.locator("#prompt").fill("hi")
         page.click("#send")
         expect(page.locator(".messages .facts")).to_have_count(1)
+        page.get_by_text("Settings").click()
+        page.locator("#messages").evaluate("(list) => { list.scrollTop = 0; }")
+        assert page.evaluate(LAYOUT) == []
+        page.get_by_text("Settings").click()
         gaps = page.evaluate(
-            """() => { const part = (name) => document.querySelector(name);
-                const box = (name) => part(name).getBoundingClientRect();
-                const hidden = (name) => part(name).scrollHeight - part(name).clientHeight;
-                return { engine: hidden("#live"), hole: box(".chat").bottom - box("#chat-form").bottom,
+            """() => { const box = (name) => document.querySelector(name).getBoundingClientRect();
+                return { hole: box(".chat").bottom - box("#chat-form").bottom,
                     messages: box("#messages").height, chat: box(".chat").height }; }"""
         )
-        assert gaps["engine"] <= 1, "all of the engine's part is shown"
         assert gaps["hole"] < 40, gaps
         assert gaps["messages"] > 100 and gaps["chat"] <= max(height, 26 * 16), gaps
         page.locator("#prompt").fill("one")
@@ -164,8 +203,20 @@ def test_parts_have_their_heights_on_a_phone(browser: Browser, width: int, heigh
         page.locator("#prompt").press_sequentially("two")
         assert page.locator("#prompt").input_value() == "one\ntwo"
         page.click("#chats-toggle")
+        assert page.evaluate(LAYOUT) == []
         page.locator("#chat-list .open").first.click()
         expect(page.locator("#chats")).to_be_hidden()
+        ask(parts, max_tokens=20)
+        until_idle(parts)
+        show(page, "engine")
+        expect(page.locator("#step-now")).to_contain_text("latest")
+        page.get_by_text("What these numbers are").click()
+        assert page.evaluate(LAYOUT) == []
+        hidden = page.locator("#live").evaluate("(part) => part.scrollHeight - part.clientHeight")
+        assert hidden <= 1, "all of the engine's part is shown"
+        heights = page.locator("#live canvas").evaluate_all("(all) => all.map((e) => e.getBoundingClientRect().height)")
+        assert len(heights) == 4 and min(heights) >= 100, heights
+        expect(page.locator("#chats-toggle")).to_be_hidden()
         page.context.close()
 
 
@@ -176,6 +227,7 @@ def test_several_replicas_and_one_that_dies(page: Page) -> None:
     parts.engine = EngineGroup([first, second.engine], router)  # pyright: ignore[reportAttributeAccessIssue]
     with served(parts, grpc_config=GrpcConfig(), http_config=HttpConfig(port=0)):
         open_page(page, parts)
+        show(page, "both")
         menu = page.locator("#replica")
         expect(menu.locator("option")).to_have_text(["0", "1"])
         second.engine.submit(
@@ -227,12 +279,15 @@ def test_a_key_is_asked_for_and_used(page: Page, tmp_path: Path) -> None:
     with watched(tmp_path) as parts:
         page.goto(f"{parts.http_url}/")
         expect(page.locator("#state-text")).to_have_text("an API key is needed")
+        show(page, "both")
         expect(page.locator(".live .nothing")).to_be_visible()
         frames = page.locator("figure")
         assert [frame.is_visible() for frame in frames.all()] == [False] * 4, "there is nothing in them"
         page.fill("#key", "right-key")  # the field is there now
         page.press("#key", "Enter")
         expect(page.locator("#state")).to_have_attribute("data-state", "live")
+        expect(page.locator("#key-form")).to_be_hidden()  # it has done its work
+        expect(page.locator("#prompt")).to_be_focused()
         expect(page.locator(".live .nothing")).to_be_hidden()
         assert [frame.is_visible() for frame in frames.all()] == [True] * 4
         until(lambda: _colours(page, "pool") == {"free"}, "the pool is drawn")
@@ -241,6 +296,18 @@ def test_a_key_is_asked_for_and_used(page: Page, tmp_path: Path) -> None:
         assert "right-key" not in page.url
         page.reload()  # the tab keeps it
         expect(page.locator("#state")).to_have_attribute("data-state", "live")
+        expect(page.locator("#key-form")).to_be_hidden()
+        page.click("#key-again")
+        expect(page.locator("#key")).to_be_focused()
+        page.fill("#key", "wrong-key")
+        page.press("#key", "Enter")
+        expect(page.locator("#state-text")).to_have_text("the API key is not accepted")
+        expect(page.locator("#key-form")).to_be_visible()
+        ask_page(page, "and now?")
+        expect(page.locator("#chat-error-text")).to_contain_text("does not accept this API key")
+        page.fill("#key", "other-key")
+        page.press("#key", "Enter")
+        expect(page.locator("#key-form")).to_be_hidden()
 
 
 def test_the_live_view_draws_what_the_engine_does(page: Page) -> None:
@@ -249,6 +316,7 @@ def test_the_live_view_draws_what_the_engine_does(page: Page) -> None:
         ask(parts, "abcdefghijklmnopqrstuvw", max_tokens=4)
         until_idle(parts)  # leaves pages in the cache
         open_page(page, parts)
+        show(page, "engine")
         until(lambda: _colours(page, "pool") == {"free", "cached"}, "an idle pool")
         ask(parts, "zyxwvutsrqponmlkjihgf", max_tokens=400, n=3)
         ask(parts, "0123456789" * 9, max_tokens=400)
@@ -275,6 +343,7 @@ def test_ten_thousand_pages_are_drawn_with_few_calls(page: Page) -> None:
         ask(parts, "abcdefghijklmnop" * 8, max_tokens=8)
         until_idle(parts)
         open_page(page, parts)
+        show(page, "engine")
         until(lambda: "10000" in (page.locator("#pool").get_attribute("aria-label") or ""), "the map")
         num_calls = page.evaluate(
             """async () => {
@@ -298,26 +367,45 @@ def test_ten_thousand_pages_are_drawn_with_few_calls(page: Page) -> None:
     assert 0 < num_calls < 2 * 10_000, "neighbours differ in state: about one call for each page"
 
 
-def test_the_engine_can_be_put_away(page: Page) -> None:
+def test_chat_and_engine_are_tabs(page: Page) -> None:
+    """The chat has the page at first; the choice is kept; arrows lead from tab to tab, and Tab past them."""
     with watched() as parts:
         open_page(page, parts)
-        until(lambda: _colours(page, "pool") == {"free"}, "the pool is drawn")
-        page.click("#live-toggle")
+        panels = page.get_by_role("tabpanel", include_hidden=True)
+        expect(panels).to_have_count(2)
         expect(page.locator("#live")).to_be_hidden()
-        page.reload()
-        expect(page.locator("#state")).to_have_attribute("data-state", "live")
-        expect(page.locator("#live")).to_be_hidden()
-        page.click("#live-toggle")
-        until(lambda: _colours(page, "pool") == {"free"}, "it is drawn again")
+        box = page.locator(".chat").bounding_box()
+        assert box is not None and box["x"] + box["width"] > 1200, "all that the list of chats leaves"
+        page.locator("#tab-chat").focus()
+        page.keyboard.press("ArrowRight")
+        expect(page.get_by_role("tab", name="Engine", selected=True)).to_be_focused()
+        expect(page.get_by_role("tabpanel", name="Engine")).to_be_visible()
+        expect(page.locator("#talk")).to_be_hidden()
+        until(lambda: _colours(page, "pool") == {"free"}, "it is drawn once it is shown")
         page.get_by_text("What these numbers are").click()
         said = page.locator("#meanings dt").all_inner_texts()
         assert set(page.locator("#tiles dt").all_inner_texts()) <= set(said)
+        page.locator("#tab-engine").focus()
+        page.keyboard.press("End")
+        expect(page.get_by_role("tab", name="Side by side", selected=True)).to_be_focused()
+        expect(panels.filter(visible=True)).to_have_count(2)
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("tab")).to_have_count(3)
+        expect(page.locator("[role=tab]:focus")).to_have_count(0)
+        page.reload()
+        expect(page.locator("#state")).to_have_attribute("data-state", "live")
+        until(lambda: _colours(page, "pool") == {"free"}, "it is there again")
+        page.set_viewport_size({"width": 390, "height": 844})  # there is no room for both
+        expect(page.get_by_role("tab")).to_have_text(["Chat", "Engine"])
+        expect(panels.filter(visible=True)).to_have_count(1)
+        expect(page.locator("#prompt")).to_be_visible()
 
 
 def test_it_comes_back_when_the_server_does(page: Page) -> None:
     with watched() as parts:
         ask(parts, max_tokens=40)
         open_page(page, parts)
+        show(page, "engine")
         port = int(parts.http_url.rpartition(":")[2])
     expect(page.locator("#state")).not_to_have_attribute("data-state", "live")
     with watched(port=port) as parts:

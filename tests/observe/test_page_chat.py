@@ -3,19 +3,22 @@
 Skipped where no Chromium is installed (Debian: apt-get install chromium).
 """
 
+import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
 from page_parts import LASTING_S, answer_page, ask_page, needs_chromium, open_page, piece, say
 from picture_parts import picture_parts, png
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import FilePayload, Page, Route, expect
 from serve_parts import served
 from watched import until, watched
 
 from jaxserve.config.schema import HttpConfig
 
 pytestmark = needs_chromium
+GONE = "The server does not answer. Please try again when it is back."
 
 
 def _sent(page: Page, act: Any) -> list[tuple[str, str]]:
@@ -123,7 +126,10 @@ def test_stop_ends_the_request_and_frees_its_pages(page: Page) -> None:
         until(lambda: parts.engine.num_live == 0 and parts.scheduler.num_held_pages == 0, "free pages")
         expect(page.locator("#send")).to_be_enabled()
         expect(page.locator("#stop")).to_be_hidden()
-        expect(page.locator(".messages .facts")).to_have_text("stopped")
+        facts = page.locator(".messages .facts")
+        expect(facts).to_contain_text(re.compile(r"first text after .* · \d+ tokens? · stopped"))  # it has figures, too
+        expect(page.locator("#prompt")).to_be_focused()
+        expect(page.locator("#context-text")).to_contain_text("of 512 tokens")
 
 
 def test_a_chat_beyond_its_context(page: Page) -> None:
@@ -141,7 +147,10 @@ def test_a_chat_beyond_its_context(page: Page) -> None:
         page.locator("#max_tokens").evaluate("(field) => { field.value = ''; }")
         page.fill("#prompt", "4" * 200)
         page.press("#prompt", "Enter")
-        expect(page.locator("#chat-error")).to_contain_text("a sequence holds 512")
+        said = r"The question has (\d+) tokens and the whole conversation (\d+) tokens; the model takes in 512"
+        expect(page.locator("#chat-error")).to_contain_text(re.compile(said))
+        found = re.search(said, page.locator("#chat-error").inner_text())
+        assert found is not None and 200 < int(found[1]) < 512 <= int(found[2])
         expect(page.locator("#prompt")).to_have_value("4" * 200)
         parts.runner.delay_s = 0.005  # a rate is that of an answer which takes some time
         with page.expect_request("**/v1/chat/completions") as asked:
@@ -156,6 +165,10 @@ def test_a_chat_beyond_its_context(page: Page) -> None:
         expect(page.locator(".messages .cut")).to_be_visible()
         expect(page.locator(".messages .unsent")).to_have_count(4)
         expect(page.locator("#context-text")).to_have_text("512 of 512 tokens")
+        page.fill("#prompt", "5" * 600)  # to leave something out does not help here
+        page.press("#prompt", "Enter")
+        expect(page.locator("#chat-error")).to_contain_text("The question alone has 6")
+        expect(page.locator("#leave-out")).to_be_hidden()
         page.click("#new-chat")
         expect(page.locator("#context")).to_be_hidden()
 
@@ -165,7 +178,7 @@ def test_a_server_that_has_gone_is_named_in_the_chat(page: Page) -> None:
     with watched() as parts:
         open_page(page, parts)
     ask_page(page, "hi")
-    expect(page.locator("#chat-error-text")).to_have_text("the server does not answer")
+    expect(page.locator("#chat-error-text")).to_have_text(GONE)
     expect(page.locator("#prompt")).to_have_value("hi")
     expect(page.locator("#chat-list li")).to_have_count(0)
 
@@ -293,6 +306,8 @@ def test_markdown(page: Page) -> None:
         expect(text.locator("> p").first).to_contain_text("é & line")
         assert text.locator("ol").get_attribute("start") == "2"
         expect(text.locator("ol ul li")).to_have_text(["☐ open", "deeper"])
+        bullets = text.locator("ol ul li").evaluate_all("(all) => all.map((e) => getComputedStyle(e).listStyleType)")
+        assert bullets[0] == "none" != bullets[1], bullets
         expect(text.locator("blockquote td")).to_have_text(["1", "2"])
         assert text.locator("blockquote td").last.get_attribute("class") == "to-right"
         links = text.locator("a").evaluate_all("(all) => all.map((a) => a.href)")
@@ -398,7 +413,7 @@ def test_retry_edit_and_the_way_back(page: Page) -> None:
         say(page, "again to one")
         assert _sent(page, page.get_by_role("button", name="Retry answer 2").click) == [("user", "one")]
         expect(answer).to_have_text(["again to one"])
-        expect(page.locator("#send")).to_be_focused()  # and not the top of the page
+        expect(page.locator("#prompt")).to_be_focused()  # and not the top of the page
         page.get_by_role("button", name="older version of answer 2").click()
         expect(answer).to_have_text(["to one", "to two"])
         page.get_by_role("button", name="Edit message 3").click()
@@ -420,7 +435,7 @@ def test_retry_edit_and_the_way_back(page: Page) -> None:
         expect(page.get_by_role("button", name="newer version of message 3")).to_be_focused()
         page.unroute("**/v1/chat/completions")
     page.get_by_role("button", name="Retry answer 4").click()  # the server has gone: nothing is lost
-    expect(page.locator("#chat-error-text")).to_have_text("the server does not answer")
+    expect(page.locator("#chat-error-text")).to_have_text(GONE)
     expect(answer).to_have_text(["to one", "to two"])
 
 
@@ -556,7 +571,7 @@ def test_presets_and_wrong_settings(page: Page) -> None:
         sampling = {name: value for name, value in body.items() if name not in ("messages", "model")}
         assert sampling == {
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "temperature": 0,
             "max_tokens": 4,
             "seed": 3,
@@ -590,17 +605,21 @@ def test_chat_by_keyboard_alone(page: Page) -> None:
     with watched(delay_s=LASTING_S) as parts:
         open_page(page, parts)
         page.locator("#max_tokens").evaluate("(field) => { field.value = '400'; }")
-        page.keyboard.press("Tab")
+        expect(page.locator("#prompt")).to_be_focused()  # from the start
+        go_to("skip")
         page.keyboard.press("Enter")  # the link that skips to the prompt
         expect(page.locator("#prompt")).to_be_focused()
         page.keyboard.type("go")
         go_to("send")
         page.keyboard.press("Enter")
-        expect(page.locator("#stop")).to_be_focused()
+        expect(page.locator("#prompt")).to_be_focused()  # where a blank presses no button
         expect(page.locator(".messages .assistant .text")).not_to_be_empty()
         assert page.locator(".messages .assistant").get_attribute("aria-busy") == "true"
+        page.keyboard.type("two words")
+        go_to("stop")
         page.keyboard.press("Enter")
-        expect(page.locator("#send")).to_be_focused()
+        expect(page.locator("#prompt")).to_be_focused()
+        expect(page.locator("#prompt")).to_have_value("two words")
         expect(page.locator(".messages [aria-busy]")).to_have_count(0)
         parts.runner.delay_s = 0.0
         go_to("Retry answer 2")
@@ -614,6 +633,8 @@ def test_chat_by_keyboard_alone(page: Page) -> None:
         page.keyboard.press("Enter")
         expect(page.locator("#chat-list .open")).to_contain_text("by hand")
         assert page.evaluate("document.activeElement.textContent") == "Rename"
+        go_to("tab-chat")
+        page.keyboard.press("End")
         go_to("pause")
         go_to("new-chat")
         page.keyboard.press("Enter")
@@ -628,12 +649,191 @@ def test_errors_are_shown_and_the_question_is_kept(page: Page) -> None:
         with page.expect_response("**/v1/chat/completions") as response:
             page.press("#prompt", "Enter")
         assert response.value.status == 400
-        expect(page.locator("#chat-error")).to_contain_text("max_tokens")
+        expect(page.locator("#chat-error")).to_contain_text(
+            "max_tokens is 100000, but the model has room for 512 in all"
+        )
+        expect(page.locator("#leave-out")).to_be_hidden()
         expect(page.locator("#prompt")).to_have_value("xxx")
         expect(page.locator(".messages .assistant")).to_have_count(0)
         expect(page.locator("#key-form")).to_be_hidden()
         refusal = {"error": {"message": "no such key", "code": 401}}
         page.route("**/v1/chat/completions", lambda r: r.fulfill(status=401, json=refusal))
         page.press("#prompt", "Enter")
-        expect(page.locator("#chat-error")).to_contain_text("no such key")
+        expect(page.locator("#chat-error-text")).to_have_text(
+            "The server wants an API key. Please give one at the top of the page."
+        )
         expect(page.locator("#key-form")).to_be_visible()
+        page.locator("#max_tokens").evaluate("(field) => { field.value = '5'; }")
+        for message, words in (
+            ("messages[4].content: no more of this; set truncate_prompt_tokens", "no more of this"),
+            ("'x' for top_k must be a number", "The server does not take this request."),
+        ):
+            page.unroute("**/v1/chat/completions")
+            refusal = {"error": {"message": message}}
+            page.route("**/v1/chat/completions", lambda r: r.fulfill(status=400, json=refusal))  # noqa: B023
+            page.press("#prompt", "Enter")
+            expect(page.locator("#chat-error-text")).to_have_text(words)
+
+
+def test_a_busy_server_is_asked_again(page: Page) -> None:
+    """After the pause that it asks for, which is counted down; Stop ends the wait and gives the question back."""
+    with watched() as parts:
+        page.clock.install()
+        open_page(page, parts)
+        asked: list[Route] = []
+        page.route("**/v1/chat/completions", lambda route: asked.append(route))
+        page.locator("#max_tokens").evaluate("(field) => { field.value = '5'; }")
+
+        def refuse(status: int, pause_s: str) -> None:
+            until(lambda: bool(page.title() and asked), "a question")  # the first lets the browser speak
+            error = {"error": {"message": "the queue is full, raise serve.max_waiting"}}
+            asked.pop().fulfill(status=status, json=error, headers={"retry-after": pause_s})
+
+        page.fill("#prompt", "hi")
+        page.press("#prompt", "Enter")
+        refuse(429, "3")
+        error = page.locator("#chat-error-text")
+        expect(error).to_have_text("The server is busy. The question is asked again in 3 s.")
+        page.clock.run_for(1000)
+        expect(error).to_have_text("The server is busy. The question is asked again in 2 s.")
+        assert not asked
+        page.clock.run_for(2000)
+        refuse(503, "2")
+        expect(error).to_contain_text("again in 2 s")
+        page.keyboard.press("Escape")
+        expect(page.locator("#prompt")).to_have_value("hi")
+        expect(page.locator("#chat-error")).to_be_hidden()
+        page.press("#prompt", "Enter")
+        refuse(429, "3600")
+        expect(error).to_have_text("The server is busy. It asks for a pause of 60 minutes.")
+        page.press("#prompt", "Enter")
+        refuse(429, "1")
+        expect(error).to_contain_text("again in 1 s")
+        page.unroute("**/v1/chat/completions")
+        page.clock.run_for(1000)
+        expect(page.locator(".messages .facts")).to_contain_text("5 tokens")
+        expect(page.locator("#chat-error")).to_be_hidden()
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["the style sheet", "an older browser"])
+def test_the_field_grows_with_its_text(page: Page, *, knows: bool) -> None:
+    if not knows:
+        page.add_init_script(
+            """CSS.supports = () => false;
+            addEventListener("DOMContentLoaded", () => (prompt.style.fieldSizing = "fixed"));
+            const prompt = { get style() { return document.getElementById("prompt").style; } };"""
+        )
+    with watched() as parts:
+        open_page(page, parts)
+        expect(page.locator("#prompt")).to_be_focused()
+        height = "document.getElementById('prompt').getBoundingClientRect().height"
+        small = page.evaluate(height)
+        for _ in range(8):
+            page.keyboard.type("word")
+            page.keyboard.press("Shift+Enter")
+        assert page.evaluate(height) > small + 80
+        assert page.evaluate("document.getElementById('prompt').scrollHeight") <= page.evaluate(height)
+        page.fill("#prompt", "line\n" * 200)
+        assert page.evaluate(height) <= 0.4 * 860 + 1
+        say(page, "yes")
+        page.click("#send")
+        expect(page.locator("#prompt")).to_be_focused()
+        assert page.evaluate(height) == small
+        page.keyboard.press("Space")
+        page.keyboard.press("Enter")  # nothing but a blank is no question
+        expect(page.locator(".messages .user")).to_have_count(1)
+
+
+def test_pictures_need_no_words_and_eyes(page: Page) -> None:
+    picture: FilePayload = {"name": "a.png", "mimeType": "image/png", "buffer": png(colour=1)}
+    with served(picture_parts(), http_config=HttpConfig(port=0)) as parts:
+        open_page(page, parts)
+        page.locator("#chooser").set_input_files(picture)
+        expect(page.locator("#attachments img")).to_have_count(1)
+        ask_page(page, "")
+        expect(page.locator(".messages .facts")).to_contain_text("5 tokens")
+        expect(page.locator(".messages .user img")).to_have_count(1)
+        expect(page.locator(".messages .user .text")).to_be_hidden()
+        assert _titles(page) == ["A picture"]
+        assert parts.scheduler.encoder.num_encodes == 1
+    with watched() as parts:
+        open_page(page, parts)
+        page.locator("#chooser").set_input_files(picture)
+        expect(page.locator("#chat-error-text")).to_have_text("a.png is a picture, and this model sees none")
+        expect(page.locator("#attachments img")).to_have_count(0)
+
+
+def test_the_way_back_leads_to_the_chat_before(page: Page) -> None:
+    with watched() as parts:
+        open_page(page, parts)
+        text = page.locator(".messages .user .text")
+        for question in ("one", "two"):
+            say(page, f"to {question}")
+            page.click("#new-chat")
+            ask_page(page, question)
+            expect(page.locator(".messages .facts")).to_have_count(1)
+            _until_kept(page, f"to {question}")
+        page.get_by_role("button", name="one").first.click()
+        expect(text).to_have_text(["one"])
+        page.go_back()
+        expect(text).to_have_text(["two"])
+        page.go_back()
+        expect(text).to_have_text(["one"])
+        page.go_forward()
+        expect(text).to_have_text(["two"])
+        page.get_by_role("button", name="Delete", exact=True).click()
+        page.click("#dialog-yes")
+        expect(page.locator(".messages .empty")).to_be_visible()
+        page.go_back()
+        expect(text).to_have_text(["one"])
+
+
+def test_a_reader_who_scrolled_up_gets_back_to_the_end(page: Page) -> None:
+    with watched(delay_s=LASTING_S) as parts:
+        open_page(page, parts)
+        say(page, "a line\n\n" * 60)
+        ask_page(page, "many")
+        expect(page.locator(".messages .facts")).to_have_count(1)
+        end, gap = page.locator("#to-end"), "(list) => list.scrollHeight - list.scrollTop - list.clientHeight"
+        expect(end).to_be_hidden()
+        page.unroute("**/v1/chat/completions")
+        ask_page(page, "go", max_tokens=400)
+        expect(page.locator(".messages .assistant .text").last).not_to_be_empty()
+        page.locator("#messages").evaluate("(list) => { list.scrollTop = 0; }")
+        expect(end).to_be_visible()
+        assert page.locator("#messages").evaluate(gap) > 500
+        end.click()
+        expect(end).to_be_hidden()
+        until(lambda: page.locator("#messages").evaluate(gap) < 60, "the end")
+        page.keyboard.press("Escape")
+        expect(page.locator("#stop")).to_be_hidden()
+
+
+def test_nothing_moves_for_whom_it_is_too_much(page: Page) -> None:
+    moves = "document.getAnimations().filter((a) => a.playState === 'running').length"
+    with watched(delay_s=LASTING_S) as parts:
+        open_page(page, parts)
+        ask_page(page, "go", max_tokens=400)
+        expect(page.locator(".messages .assistant .text")).not_to_be_empty()
+        until(lambda: page.evaluate(moves) == 1, "the cursor that blinks")
+        page.emulate_media(reduced_motion="reduce")
+        until(lambda: page.evaluate(moves) == 0, "rest")
+        page.keyboard.press("Escape")
+        expect(page.locator("#stop")).to_be_hidden()
+
+
+def test_examples_of_the_model_are_asked_at_a_click(page: Page) -> None:
+    with watched() as parts:
+        open_page(page, parts)
+        expect(page.locator("#examples-part")).to_be_hidden()  # of this model nothing is known
+        model = dataclasses.replace(parts.engine.model, examples=("What is 1+1?", "Say <b>."))
+        parts.engine.model = model  # pyright: ignore[reportAttributeAccessIssue]
+        page.reload()
+        expect(page.locator("#examples button")).to_have_text(["What is 1+1?", "Say <b>."])
+        say(page, "2")
+        page.get_by_role("button", name="What is 1+1?").click()
+        expect(page.locator(".messages .user .text")).to_have_text(["What is 1+1?"])
+        expect(page.locator(".messages .assistant .text")).to_have_text("2")
+        expect(page.locator("#prompt")).to_be_focused()
+        page.click("#new-chat")
+        expect(page.locator("#examples button")).to_have_count(2)

@@ -169,6 +169,9 @@ def test_an_open_view_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("path", ["/", "/static/page.css", "/static/live.js", "/static/icon.svg"])
 def test_files_have_their_types_and_headers(shared: Served, path: str) -> None:
     answer = http.get(shared.http_url + path)
+    head = http.head(shared.http_url + path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(len(answer.content))
     kinds = {"/": "text/html", "css": "text/css", ".js": "text/javascript", "svg": "image/svg+xml"}
     assert answer.headers["content-type"].startswith(kinds[path[-3:]] if path != "/" else kinds["/"])
     assert "default-src 'none'" in answer.headers["content-security-policy"]

@@ -41,13 +41,21 @@ class LiveFeed:
 
     async def events(self) -> AsyncIterator[str]:
         """One event every interval, until the engine takes no more requests: an open view must not delay an end."""
-        seen = [Seen() for _ in self._engine.stats]
+        seen, first = [Seen() for _ in self._engine.stats], True
         while True:
             message = await asyncio.to_thread(self.message, seen)
+            if first:
+                message |= self._about()
+                first = False
             yield f"data: {json.dumps(message, separators=(',', ':'))}\n\n"
             if not self._engine.accepting:
                 return
             await asyncio.sleep(self._interval_s)
+
+    def _about(self) -> dict[str, Any]:
+        """What does not change while a viewer is here, and is told in the first message alone."""
+        model = self._engine.model
+        return {"examples": model.examples, "sees_pictures": model.pictures is not None}
 
     def message(self, seen: list[Seen]) -> dict[str, Any]:
         """The news for a viewer, whose `seen` is brought up to date. Times are in ms, `t` on the engine's clock."""

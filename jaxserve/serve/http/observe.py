@@ -96,11 +96,12 @@ def _add_page(routes: APIRouter) -> None:
         media_type = _MEDIA_TYPES[name[name.rindex(".") :]]
         return Response(files[name], media_type=media_type, headers=_PAGE_HEADERS)
 
-    @routes.get("/", include_in_schema=False)
+    # HEAD: what some balancers and checks of links send.
+    @routes.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def page() -> Response:
         return answer("index.html")
 
-    @routes.get("/static/{name}", include_in_schema=False)
+    @routes.api_route("/static/{name}", methods=["GET", "HEAD"], include_in_schema=False)
     async def static(name: str) -> Response:
         if name not in files:
             raise HttpRefusal(404, f"there is no file {name!r:.80}; there are {', '.join(sorted(files))}")

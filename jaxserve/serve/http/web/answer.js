@@ -22,9 +22,18 @@ function describe({ started, first, ended, usage, reason, hasLimit }) {
 
 // Asks for `body` and fills `message`: `text` and `thoughts` grow, and `onGrowth` is told each time; at the end come
 // `facts`, a line of text, and `tokens`, those of the whole conversation. What has come stays when this fails.
+// Where it is ended by `signal`, it has its figures all the same.
 export async function stream(body, message, { signal, onGrowth }) {
   const started = performance.now();
   let first = null, usage = null, reason = null, whole = false;
+  const tell = () => {
+    message.tokens = usage?.total_tokens ?? 0;
+    message.facts = describe({ started, first, ended: performance.now(), usage, reason, hasLimit: body.max_tokens !== undefined });
+  };
+  signal.addEventListener("abort", () => {
+    reason = "stopped";
+    tell();
+  }, { once: true });
   for await (const data of events("v1/chat/completions", { body, signal })) {
     whole = data === "[DONE]";
     if (whole) continue; // to the end of the stream: leaving it before would cost the connection
@@ -45,6 +54,5 @@ export async function stream(body, message, { signal, onGrowth }) {
     onGrowth();
   }
   if (!whole) throw new Error("the connection ended before the answer did");
-  message.tokens = usage?.total_tokens ?? 0;
-  message.facts = describe({ started, first, ended: performance.now(), usage, reason, hasLimit: body.max_tokens !== undefined });
+  tell();
 }

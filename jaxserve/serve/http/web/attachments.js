@@ -56,13 +56,16 @@ export function contentOf({ text, files, pictures }) {
   });
   const whole = fenced.join("") + text;
   if (!pictures.length) return whole;
-  return [...pictures.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text: whole }];
+  const shown = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+  return whole ? [...shown, { type: "text", text: whole }] : shown;
 }
 
 export class Attachments {
-  // `complain` is given the text of an error, or null once there is none.
-  constructor({ form, field, list, chooser, button, complain }) {
+  // `complain` is given the text of an error, or null once there is none; `seesPictures` tells whether the model
+  // does, null while that is not known.
+  constructor({ form, field, list, chooser, button, complain, seesPictures }) {
     this.list = list;
+    this.seesPictures = seesPictures;
     this.complain = complain;
     this.pictures = [];
     this.files = [];
@@ -90,13 +93,19 @@ export class Attachments {
     this.complain(null);
     for (const file of [...files]) {
       try {
-        if (PICTURES.includes(file.type)) this.pictures.push(await readUrl(file));
+        const isPicture = PICTURES.includes(file.type);
+        if (isPicture && this.seesPictures() === false) throw new Error(`${file.name} is a picture, and this model sees none`);
+        if (isPicture) this.pictures.push(await readUrl(file));
         else this.files.push({ name: file.name, text: await readText(file) });
       } catch (error) {
         this.complain(error.message);
       }
     }
     this.show();
+  }
+
+  get isEmpty() {
+    return !this.pictures.length && !this.files.length;
   }
 
   // Those of a message that is sent, which has no more from now on.

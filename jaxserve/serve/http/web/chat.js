@@ -5,21 +5,26 @@ import { stream } from "./answer.js";
 import { Attachments } from "./attachments.js";
 import { Library } from "./library.js";
 import { MessageList, toSend } from "./messages.js";
+import { Prompt } from "./prompt.js";
 import { Settings } from "./settings.js";
+import { getKey } from "./sse.js";
+import { countDown, explain, pauseBefore } from "./trouble.js";
 
 const SAVE_MS = 2000; // while an answer comes: as much may be lost when the page is closed
-const TOO_LONG = "context_length_exceeded";
 
 const by = (id) => document.getElementById(id);
 
 export class Chat {
-  // `getModel` and `getMaxLen` tell the model's name and its context in tokens, "" and 0 while they are not known.
-  constructor(getModel, getMaxLen) {
+  // `getModel` tells of the model as that of `live.js`.
+  constructor(getModel) {
     this.getModel = getModel;
-    this.getMaxLen = getMaxLen;
     this.running = new Map(); // id of a chat -> {chat, controller}
+    this.examples = null; // those on the page
+    this.exampleList = by("examples"); // it is not in the page while messages are
+    this.examplesPart = by("examples-part");
     this.remedy = null; // of the error that is shown: what its button does
-    this.list = new MessageList(by("messages"), by("empty"), {
+    this.prompt = new Prompt(by("prompt"), by("chat-form"));
+    this.list = new MessageList(by("messages"), by("empty"), by("to-end"), {
       retry: (id) => this.retry(id),
       edit: (id, text) => this.edit(id, text),
       show: (id) => this.showVersion(id),
@@ -27,6 +32,7 @@ export class Chat {
     this.attachments = new Attachments({
       form: by("chat-form"), field: by("prompt"), list: by("attachments"), chooser: by("chooser"), button: by("attach"),
       complain: (text) => this.complain(text),
+      seesPictures: () => this.getModel().seesPictures,
     });
     this.settings = new Settings(() => {
       if (this.chat.title) this.library.save(this.chat, this.settings.values);
@@ -45,25 +51,39 @@ export class Chat {
   }
 
   listen() {
-    const [form, prompt] = [by("chat-form"), by("prompt")];
+    const form = by("chat-form");
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.send();
     });
     // A field that is hidden cannot say what is wrong with it.
     form.addEventListener("invalid", (event) => event.target.closest("details")?.setAttribute("open", ""), true);
-    prompt.addEventListener("keydown", (event) => {
-      // A phone's keyboard has no other way to begin a line, and the button is under the thumb.
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !matchMedia("(pointer: coarse)").matches) {
-        event.preventDefault();
-        form.requestSubmit();
-      }
-    });
     by("stop").addEventListener("click", () => this.stop());
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && !by("dialog").open) this.stop();
     });
     by("leave-out").addEventListener("click", () => this.remedy?.());
+  }
+
+  // What a model says of itself is here.
+  meetModel() {
+    const { examples } = this.getModel();
+    this.showContext();
+    if (examples === this.examples) return;
+    this.examples = examples;
+    this.exampleList.replaceChildren(...examples.map((example) => {
+      const item = document.createElement("li"), ask = document.createElement("button");
+      ask.type = "button";
+      ask.className = "quiet";
+      ask.textContent = example;
+      ask.addEventListener("click", () => {
+        this.prompt.text = example;
+        by("chat-form").requestSubmit();
+      });
+      item.append(ask);
+      return item;
+    }));
+    this.examplesPart.hidden = !examples.length;
   }
 
   // Another chat, or this one with other messages.
@@ -84,7 +104,7 @@ export class Chat {
 
   // How much of what the model can take in this conversation is. Nothing where it is not known.
   showContext() {
-    const used = this.chat.conversation.path.findLast(({ tokens }) => tokens)?.tokens ?? 0, most = this.getMaxLen();
+    const used = this.chat.conversation.path.findLast(({ tokens }) => tokens)?.tokens ?? 0, most = this.getModel().maxLen;
     by("context").hidden = !used || !most;
     if (!used || !most) return;
     by("context-meter").max = most;
@@ -93,13 +113,14 @@ export class Chat {
     by("context-text").textContent = `${used} of ${most} tokens`;
   }
 
-  // Whoever pressed one button by keyboard stands on the other one then, not at the top of the page.
+  // Whoever pressed a button that goes now stands in the field then, not at the top of the page, and not on a button that
+  // the next blank would press.
   showBusy() {
-    const [send, stop] = [by("send"), by("stop")];
-    const follow = document.activeElement === (this.isBusy ? send : stop);
+    const [send, stop] = [by("send"), by("stop")], had = document.activeElement;
+    const follows = had === document.body || had === (this.isBusy ? send : stop);
     send.disabled = this.isBusy;
     stop.hidden = !this.isBusy;
-    if (follow) (this.isBusy ? stop : send).focus();
+    if (follows && !this.prompt.focus()) (this.isBusy ? stop : send).focus();
   }
 
   // `remedy`, where there is one, leaves out the oldest messages and asks again.
@@ -112,14 +133,14 @@ export class Chat {
 
   send() {
     const { chat } = this, { conversation } = chat;
-    const text = by("prompt").value.trim();
-    if (!text || this.isBusy) return;
+    const { text } = this.prompt;
+    if ((!text && this.attachments.isEmpty) || this.isBusy) return;
     const attached = this.attachments.take(), isFirst = conversation.numQuestions === 0;
     conversation.add({ role: "user", text, ...attached });
-    by("prompt").value = "";
+    this.prompt.text = "";
     const undo = () => {
       conversation.dropLast();
-      by("prompt").value = text;
+      this.prompt.text = text;
       this.attachments.set(attached);
     };
     const shorter = () => {
@@ -172,10 +193,10 @@ export class Chat {
   request(conversation) {
     const { system, sampling } = this.settings;
     return {
-      model: this.getModel() || undefined, // not known yet: the server has only one
+      model: this.getModel().name || undefined, // not known yet: the server has only one
       messages: [...(system ? [{ role: "system", content: system }] : []), ...toSend(conversation.sent)],
       stream: true,
-      stream_options: { include_usage: true },
+      stream_options: { include_usage: true, continuous_usage_stats: true }, // an answer that is stopped has figures, too
       ...sampling,
     };
   }
@@ -192,7 +213,6 @@ export class Chat {
     this.showMessages();
     this.list.toEnd();
     this.showBusy();
-    if (document.activeElement === document.body) by("stop").focus(); // the button that was pressed has gone
     this.library.save(chat, settings);
     let saved = performance.now(), failure = null;
     const onGrowth = () => {
@@ -202,13 +222,12 @@ export class Chat {
       this.library.save(chat, settings);
     };
     try {
-      await stream(body, message, { signal: controller.signal, onGrowth });
+      await this.ask(chat, body, message, { signal: controller.signal, onGrowth });
     } catch (error) {
       failure = error;
     }
     this.running.delete(chat.id);
     const isShown = chat === this.chat, isStopped = failure?.name === "AbortError";
-    if (isStopped) message.facts = "stopped";
     if (failure && undo && isShown && !message.text && !message.thoughts) {
       conversation.dropLast();
       undo();
@@ -216,12 +235,29 @@ export class Chat {
     if (isShown) {
       this.showMessages();
       this.showBusy();
-      if (failure && !isStopped) {
-        const text = failure instanceof TypeError ? "the server does not answer" : failure.message;
-        this.complain(text, failure.code === TOO_LONG ? shorter : null);
-      }
+      this.complain(null); // it may have been waiting
     }
     if (conversation.messages.length) await this.library.save(chat, settings);
     else await this.library.forget(chat);
+    if (!failure || isStopped || !isShown) return;
+    const { maxLen } = this.getModel();
+    const { text, isHelped } = await explain(failure, { body, most: maxLen, isFirst: !shorter, hasKey: Boolean(getKey()) });
+    if (chat === this.chat && !this.isBusy) this.complain(text, isHelped ? shorter : null);
+  }
+
+  // Streams, and asks a busy server again after the pause that it asks for.
+  async ask(chat, body, message, options) {
+    for (let tries = 1; ; tries += 1) {
+      try {
+        return await stream(body, message, options);
+      } catch (error) {
+        const seconds = pauseBefore(error, tries);
+        if (!seconds) throw error;
+        await countDown(seconds, options.signal, (left) => {
+          if (chat === this.chat) this.complain(`The server is busy. The question is asked again in ${left} s.`);
+        });
+        if (chat === this.chat) this.complain(null);
+      }
+    }
   }
 }

@@ -10,8 +10,8 @@ const TITLE_LENGTH = 60;
 
 const by = (id) => document.getElementById(id);
 
-function titleOf(text) {
-  const line = text.trim().split("\n")[0];
+function titleOf({ text, files }) {
+  const line = text.trim().split("\n")[0] || files[0]?.name || "A picture";
   return line.length > TITLE_LENGTH ? `${line.slice(0, TITLE_LENGTH - 1)}…` : line;
 }
 
@@ -43,7 +43,19 @@ export class Library {
     }
     const chat = await this.read(location.hash.slice(1));
     if (chat && !this.chat.title) this.show(chat);
+    window.addEventListener("popstate", () => this.follow());
     await this.refresh();
+  }
+
+  // The browser's way back and forth leads from chat to chat. One that is no longer there is an empty one.
+  async follow() {
+    const id = location.hash.slice(1);
+    if (id !== this.chat.id) this.show((await this.find(id)) ?? this.blank());
+    await this.refresh();
+  }
+
+  async find(id) {
+    return this.running.get(id)?.chat ?? (await this.read(id));
   }
 
   blank() {
@@ -63,21 +75,27 @@ export class Library {
     this.onShow(chat);
   }
 
+  // As `show`, but the browser's Back leads to the chat that was shown before, if something was asked in it.
+  goTo(chat) {
+    if (this.chat.title && !this.chat.isGone && chat.id !== this.chat.id) history.pushState(null, "", location.href);
+    this.show(chat);
+  }
+
   begin() {
-    this.show(this.blank());
+    this.goTo(this.blank());
     this.refresh();
     by("prompt").focus();
   }
 
   async open(id) {
-    const chat = this.running.get(id)?.chat ?? (await this.read(id));
-    if (chat) this.show(chat);
+    const chat = await this.find(id);
+    if (chat) this.goTo(chat);
     await this.refresh();
   }
 
   // Keeps a chat after a change, as far as there is room.
   async save(chat, settings) {
-    if (!chat.title) chat.title = titleOf(chat.conversation.messages[0].text);
+    if (!chat.title) chat.title = titleOf(chat.conversation.messages[0]);
     if (chat === this.chat) history.replaceState(null, "", `#${chat.id}`);
     chat.settings = settings;
     chat.changed = Date.now();

@@ -11,6 +11,8 @@ const by = (id) => document.getElementById(id);
 
 let model = "";
 let maxLen = 0;
+let examples = [];
+let seesPictures = null;
 let replicas = []; // what was kept of each
 let chosen = 0;
 let paused = false;
@@ -19,8 +21,9 @@ let wake = () => {};
 let reading = null;
 let onNews = () => {};
 
-export const getModel = () => model;
-export const getMaxLen = () => maxLen; // 0: not known yet
+// `name` is "", `maxLen` 0 and `seesPictures` null while they are not known. `examples`: questions that the model is known to
+// answer.
+export const getModel = () => ({ name: model, maxLen, examples, seesPictures });
 
 function setState(state, text) {
   by("state").dataset.state = state;
@@ -166,6 +169,8 @@ function draw() {
 function take(message) {
   model = message.model;
   maxLen = message.max_len;
+  examples = message.examples ?? examples; // in the first message alone
+  seesPictures = message.sees_pictures ?? seesPictures;
   delete by("live").dataset.nothing;
   by("model").textContent = model;
   replicas = message.replicas.map((news, k) => keep(replicas[k], news));

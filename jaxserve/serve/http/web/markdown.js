@@ -85,7 +85,11 @@ function code({ text, lang }) {
 }
 
 function list({ ordered, start, items }, depth) {
-  const made = element(ordered ? "ol" : "ul", items.map((item) => element("li", nodes(item.tokens, depth))));
+  const made = element(ordered ? "ol" : "ul", items.map((item) => {
+    const entry = element("li", nodes(item.tokens, depth));
+    if (item.task) entry.className = "task"; // its box stands in the place of the bullet
+    return entry;
+  }));
   if (ordered && Number.isInteger(start) && start !== 1) made.start = start;
   return made;
 }

@@ -48,6 +48,7 @@ class MessageView {
     const { pictures, files, text } = this.message;
     this.item.append(...pictures.map((url) => pictureElement(url, "a picture of this message")), ...files.map(fileElement));
     this.text = span("text", text);
+    this.text.hidden = !text; // a picture may stand for itself
     this.item.append(this.text);
   }
 
@@ -115,12 +116,12 @@ class MessageView {
     const send = document.createElement("button");
     const close = () => {
       form.remove();
-      this.text.hidden = this.foot.hidden = false;
+      this.text.hidden = !this.message.text;
+      this.foot.hidden = false;
       this.foot.lastChild.focus();
     };
     form.className = "edit";
     field.value = this.message.text;
-    field.required = true;
     field.rows = Math.min(12, this.message.text.split("\n").length + 1);
     field.setAttribute("aria-label", `Text of ${this.what}`);
     send.textContent = "Send";
@@ -129,7 +130,8 @@ class MessageView {
     form.append(field, row);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (field.value.trim()) this.actions.edit(this.message.id, field.value.trim());
+      const { pictures, files } = this.message;
+      if (field.value.trim() || pictures.length || files.length) this.actions.edit(this.message.id, field.value.trim());
     });
     form.addEventListener("keydown", (event) => {
       if (event.key === "Escape") {
@@ -145,8 +147,8 @@ class MessageView {
 }
 
 export class MessageList {
-  // `actions`: retry(id), edit(id, text) and show(id).
-  constructor(list, empty, actions) {
+  // `actions`: retry(id), edit(id, text) and show(id). `toEndButton` is there while the end is out of sight.
+  constructor(list, empty, toEndButton, actions) {
     this.list = list;
     this.empty = empty;
     this.actions = actions;
@@ -155,6 +157,14 @@ export class MessageList {
     this.cut = document.createElement("li");
     this.cut.className = "cut";
     this.cut.textContent = "The model is not sent what is above this line.";
+    this.toEndButton = toEndButton;
+    const look = () => (toEndButton.hidden = this.follows);
+    list.addEventListener("scroll", look);
+    new ResizeObserver(look).observe(list);
+    toEndButton.addEventListener("click", () => {
+      this.toEnd();
+      list.focus({ preventScroll: true }); // the button goes
+    });
   }
 
   // All of a conversation's path; `isBusy`: its last answer is just coming. What is shown already is left alone, so that a
@@ -204,6 +214,7 @@ export class MessageList {
       const { follows } = this;
       this.views.at(-1)?.grow();
       if (follows) this.toEnd();
+      else this.toEndButton.hidden = false;
     });
   }
 
