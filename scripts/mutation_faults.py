@@ -188,8 +188,8 @@ FAULTS = (
     Fault(
         area="config",
         file="jaxserve/config/__init__.py",
-        old='        name: _Setting(value, f"{path}:{lines[name]}", folder)\n',
-        new='        name: _Setting(value, f"{path}:{lines[name]}")\n',
+        old="            settings[name] = _Setting(value, place(name), folder)\n",
+        new="            settings[name] = _Setting(value, place(name))\n",
         wrong="Relative paths in a file belong to the working directory, and not to the directory of the file.",
         tests=("tests/test_config.py::test_paths_in_a_file_are_relative_to_the_file",),
     ),

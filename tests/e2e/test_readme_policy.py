@@ -46,8 +46,8 @@ def test_on_the_engine(
     """Two shapes in place of all, and nothing else is changed. Under fcfs the prompts run as they come."""
     load = config.load_config
 
-    def load_small(path: Path | None, overrides: Mapping[str, object]) -> config.ResolvedConfig:
-        return load(path, {**overrides, **FEW_SHAPES, "runtime.compile_cache": str(tmp_path)})
+    def load_small(path: Path | None, overrides: Mapping[str, object], **options: Any) -> config.ResolvedConfig:
+        return load(path, {**overrides, **FEW_SHAPES, "runtime.compile_cache": str(tmp_path)}, **options)
 
     monkeypatch.setattr(front_door, "load_config", load_small)
     exec(ENGINE, names)
