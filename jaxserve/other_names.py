@@ -334,6 +334,23 @@ COMMANDS: Mapping[str, str] = {  # commands of others -> how it is done here
 }
 
 
+ATTRIBUTES: Mapping[str, str] = {  # what others have on a loaded model -> how it is done here
+    **dict.fromkeys(("create_completion", "complete", "async_generate", "add_request"), "generate"),
+    **dict.fromkeys(("create_chat_completion", "conversation"), "chat"),
+    **dict.fromkeys(("create_embedding", "encode", "embed_query"), "embed"),
+    **dict.fromkeys(("generate_stream", "stream_generate", "stream_chat"), "stream (of AsyncLLM: generate)"),
+    **dict.fromkeys(("classify", "reward", "rerank"), "score (of a model that judges; there are no classifiers)"),
+    **dict.fromkeys(("tokenize", "apply_chat_template", "preprocess_chat"), "get_tokenizer()"),
+    **dict.fromkeys(("detokenize", "decode", "batch_decode"), "get_tokenizer().decode(ids)"),
+    **dict.fromkeys(("add_lora", "load_lora_adapter"), "load_adapter"),
+    **dict.fromkeys(("remove_lora", "unload_lora_adapter"), "unload_adapter"),
+    **dict.fromkeys(("update_weights_from_disk", "update_weights_from_tensor", "load_weights"), "update_weights"),
+    "release_memory_occupation": "sleep",
+    "resume_memory_occupation": "wake_up",
+    "beam_search": "generate with SamplingParams(n=..., logprobs=...), of which you keep the likeliest; no beams",
+}
+
+
 def answer(name: str, place: Place, known: Collection[str] | None = None) -> str | None:
     """What `name` is here, as the end of a sentence about it; None: the table has no such name.
 

@@ -14,7 +14,7 @@ from jaxserve.cli import main
 from jaxserve.config import field_docs, load_config
 from jaxserve.errors import ConfigError, JaxserveError, UnsupportedOption
 from jaxserve.llm import LLM
-from jaxserve.other_names import COMMANDS, ROWS, SAME, Place, Row, answer
+from jaxserve.other_names import ATTRIBUTES, COMMANDS, ROWS, SAME, Place, Row, answer
 from jaxserve.serve.http.errors import invalid_body
 from jaxserve.serve.http.requests import ChatRequest, CompletionRequest, EmbeddingRequest, field_names
 
@@ -196,6 +196,19 @@ def test_calls(method: Callable[..., Any], name: str, words: str) -> None:
     with pytest.raises(JaxserveError) as caught:
         method(door(LLM), "a", **{name: 1})
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("door", [LLM, AsyncLLM])
+def test_attributes(door: type[LLM] | type[AsyncLLM]) -> None:
+    model = door.__new__(door)
+    for name, here in ATTRIBUTES.items():
+        assert not hasattr(model, name)
+        with pytest.raises(AttributeError) as caught:
+            getattr(model, name)
+        assert str(caught.value) == f"{door.__name__!r} object has no attribute {name!r}; here it is {here}"
+        assert hasattr(LLM, here.partition("(")[0].split()[0]), here
+    with pytest.raises(AttributeError, match="'nonsense'$"):
+        _ = model.nonsense  # type: ignore[union-attr]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_none_asks_for_nothing() -> None:

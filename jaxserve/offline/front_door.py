@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ParamSpec, Self
+from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
 from jaxserve.api import SamplingParams
 from jaxserve.config import ResolvedConfig, for_one_user, get_value, load_config
@@ -16,7 +16,7 @@ from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.offline.arguments import hint
 from jaxserve.offline.forks import watch_forks
 from jaxserve.offline.llm_tokenizer import LlmTokenizer
-from jaxserve.other_names import SAME, Place, answer
+from jaxserve.other_names import ATTRIBUTES, SAME, Place, answer
 from jaxserve.progress import show_progress
 
 if TYPE_CHECKING:
@@ -156,6 +156,13 @@ class FrontDoor:
 
             self._assembly: Assembly = assemble(for_one_user(resolved), scheduler=scheduler, progress=shown)
         self._engine = self._assembly.engine
+
+    if not TYPE_CHECKING:  # a checker of types is to find names that do not exist
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for names that do not exist: those of other libraries are answered with what it is here."""
+            here = f"; here it is {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{here}", name=name, obj=self)
 
     @property
     def model_name(self) -> str:

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.errors import JaxserveError, PromptTooLong, QueueFull, Status, UnknownModel, UserError
 from jaxserve.other_names import Place, answer
 from jaxserve.serve.counts import HTTP_REASONS, reason_of
+from jaxserve.serve.http.other_routes import where_else, with_another_base
 from jaxserve.serve.status import HTTP_CODES, public_message, status_of
 
 logger = logging.getLogger(__name__)
@@ -157,6 +158,7 @@ def json_response(body: pydantic.BaseModel, code: int = 200, headers: Mapping[st
 
 def add_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
     """Every exception of `app` leaves in the shape of its API. `routes`: all that it has."""
+    paths = frozenset(route.path for route in routes)
 
     async def on_any(request: Request, error: Exception) -> Response:
         return error_response(error)
@@ -167,13 +169,17 @@ def add_handlers(app: FastAPI, routes: Sequence[Route]) -> None:
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), error
-        text = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not possible here"}
-        body = _body(error.status_code, text.get(error.status_code, str(error.detail)), None, None)
+        path, text, headers = request.url.path, str(error.detail), error.headers
+        if error.status_code == 404:
+            here = where_else(path, paths) or with_another_base(path, paths)
+            text = f"there is nothing at {path}" + (f"; {here}" if here else "")
+        elif error.status_code == 405:  # Starlette names the methods of the first route of this path alone
+            known = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+            methods = ", ".join(sorted({method for route in known for method in route.methods or ()}))
+            headers = {"allow": methods}
+            text = f"{request.method} is not possible here; {where_else(path, paths) or f'{methods} is'}"
+        body = _body(error.status_code, text, None, None)
         reason = HTTP_REASONS.get(error.status_code, HTTP_REASONS[400])
-        headers = error.headers
-        if error.status_code == 405:  # Starlette names the methods of the first route of this path alone
-            here = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-            headers = {"allow": ", ".join(sorted({method for route in here for method in route.methods or ()}))}
         return ErrorAnswer(error.status_code, body, headers, reason)
 
     app.add_exception_handler(RequestValidationError, on_invalid)
