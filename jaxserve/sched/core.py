@@ -27,7 +27,7 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from jaxserve.api import FinishReason, Request, TokenEvent, TokenLogprobs, shown_id
 from jaxserve.errors import ConfigError, InvalidRequest
@@ -481,12 +481,15 @@ class ContinuousScheduler:
             draft.prefill_left = min(draft.prefill_left, beside)
         if self._rung >= Rung.SMALL_CHUNKS and self._chunked and self._running.decoding:
             draft.prefill_left = min(draft.prefill_left, max(1, self.limits.max_step_tokens // _SMALLER))
-        for seq in list(self._running.prefilling):
+        begun = list(self._running.prefilling)
+        for seq, most in zip(begun, self._parts_of(begun, draft), strict=False):
             if seq.state is not RUNNING:
                 continue  # gave way to a sequence before it
+            if most < 1:
+                continue  # the rest of the step is others'
             if seq.loads and not draft.take_loads(seq):
                 continue  # what is left to load is the work of later steps
-            length = draft.fitting(len(seq.tokens) - seq.num_fed)
+            length = min(most, draft.fitting(len(seq.tokens) - seq.num_fed))
             if length and self.memory.num_wanted(seq, seq.num_fed + length):
                 length = self._reach(seq, length, draft)
                 if length == 0:
@@ -502,6 +505,22 @@ class ContinuousScheduler:
             self._queue.refresh(self._clock())
         while self._admit_first(draft):
             pass
+
+    def _parts_of(self, begun: list[Sequence], draft: Draft) -> Iterable[int]:
+        """The most tokens of each prompt that has begun, as the policy shares what the step has for prompts."""
+        room = draft.fitting(NEVER) if begun and self._chunked else 0
+        if room < 1:
+            return itertools.repeat(NEVER)
+        running, first = self._running, self._queue.first()
+        may_enter = first is not None and running.has_free_row and self._blocked != (first, running.num_left)
+        parts = self.policy.prefill_parts(begun, room, may_enter)
+        if parts is None:
+            return itertools.repeat(NEVER)
+        if len(parts) != len(begun) or parts[0] < 1:
+            raise broken_rule(
+                self.policy, "prefill_parts", f"{parts!r:.80} are not {len(begun)} numbers, the first of them above 0"
+            )
+        return parts
 
     def _reach(self, seq: Sequence, length: int, draft: Draft) -> int:
         """Takes the pages for the next `length` tokens of a prompt that has begun, or for fewer. Returns how many.

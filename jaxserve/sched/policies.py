@@ -144,6 +144,8 @@ class FairPolicy(PriorityPolicy):
     Rows come back only to an owner that has fallen behind, so between two owners a preemption is followed by the next
     one only after their counters have moved by `preempt_lag` against each other. A sequence that gave way has generated
     `preempt_after` tokens since it got its row, so each of them comes to its end. Tenants of an owner never preempt.
+
+    The tokens of a step for prompts are shared between owners, too (`prefill_parts`).
     """
 
     def bind(self, memory: SequenceMemory, lengths: LengthPredictor, clock: Callable[[], float]) -> None:
@@ -203,6 +205,26 @@ class FairPolicy(PriorityPolicy):
             return giving[0]
         self._next_look = self._charges + self.options.preempt_lag / _LOOKS
         return None
+
+    def prefill_parts(self, begun: Seq[Sequence], room: int, may_enter: bool) -> Seq[int] | None:
+        """Shares the prompt tokens of a step by weight between the owners that have a prompt there, or have one that
+        waits and is not ahead of them all. Else a long prompt of one owner keeps others out until it ends.
+        """
+        counters, weights = self.owners.counters, self._weights
+        owners = {seq.request.owner for seq in begun}
+        if may_enter:
+            most = max(map(counters.__getitem__, owners))
+            owners.update([name for name in self.owners.num_waiting if counters[name] <= most])
+        if len(owners) < 2:
+            return None
+        whole = sum(map(weights.__getitem__, owners))
+        left = {name: max(1, int(room * weights[name] / whole)) for name in owners}
+        parts: list[int] = []
+        for seq in begun:
+            owner = seq.request.owner
+            parts.append(min(left[owner], len(seq.tokens) - seq.num_fed))
+            left[owner] -= parts[-1]
+        return parts
 
     def _leading(self, owner: str, charged: float) -> dict[str, int]:
         """The owners that are too far ahead of `owner`, which has been `charged`; how many rows each may give to it.

@@ -99,6 +99,15 @@ class Policy(abc.ABC):
         """
         return None
 
+    def prefill_parts(self, begun: Seq[Sequence], room: int, may_enter: bool) -> Seq[int] | None:
+        """The most tokens that each of `begun` may have in this step, which has `room` for prompts; None: all that fit.
+
+        `begun` are the prompts that are partly computed, in the order in which they go on, one or more; `may_enter`
+        says whether the first in the queue could begin beside them. What they leave is for the queue. The first must
+        have 1 or more. Asked when prompts can be cut (chunked prefill).
+        """
+        return None
+
     def victim_for_page(self, seq: Sequence, behind: Seq[Sequence]) -> Sequence | None:
         """The victim for `seq`, a running sequence that needs a page when none is left. None makes it wait.
 

@@ -340,3 +340,44 @@ def test_a_step_without_a_lag_looks_at_no_owner() -> None:
     policy._leading = counting  # type: ignore[method-assign]
     step(scheduler, 150)
     assert num_looks <= 2, num_looks
+
+
+@pytest.mark.parametrize("weight", [1.0, 4.0])
+@pytest.mark.parametrize("num_steps", range(8))
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one(weight: float, num_steps: int) -> None:
+    """In the step after it came, or the next one: by then its owner is behind the one that fills the steps."""
+    scheduler = make(make_limits(max_rows=8, num_pages=800, page_size=2, max_model_len=300, token_buckets=(8, 32)))
+    for number in range(6):
+        scheduler.add(make_request(f"long-{number}", [number] * 200, 1, owner="greedy", owner_weight=weight))
+
+    def step() -> list[str]:
+        plan = scheduler.schedule()
+        assert plan is not None
+        events = scheduler.commit(plan, StepResult(token_ids=[99] * len(plan.sampled_rows)))
+        return [event.request_id for event in events]
+
+    for _ in range(num_steps):
+        step()
+    scheduler.add(make_request("short", [7] * 4, 1, owner="modest"))
+    assert "short" in step() + step()
+
+
+def test_two_long_prompts_of_two_owners_go_on_together_by_weight() -> None:
+    scheduler = make(make_limits(max_rows=4, num_pages=800, page_size=2, max_model_len=300, token_buckets=(8, 32)))
+    for owner, weight in (("one", 1.0), ("three", 3.0)):
+        scheduler.add(make_request(owner, range(200), 1, owner=owner, owner_weight=weight))
+    scheduler.schedule()
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [len(chunk.token_ids) for chunk in plan.chunks] == [8, 24]
+
+
+def test_what_the_owners_leave_of_a_step_is_not_kept_where_nobody_else_can_begin() -> None:
+    """No row is free for the other, so the long prompt has the whole of each step."""
+    scheduler = make(make_limits(max_rows=1, num_pages=800, page_size=2, max_model_len=300, token_buckets=(8, 32)))
+    scheduler.add(make_request("long", range(200), 1, owner="one"))
+    scheduler.schedule()
+    scheduler.add(make_request("short", range(4), 1, owner="other"))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [len(chunk.token_ids) for chunk in plan.chunks] == [32]

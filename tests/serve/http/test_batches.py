@@ -212,6 +212,22 @@ def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.EDQUOT, "the quota of its user"), (errno.EFBIG, "no larger files"), (errno.ENOSPC, "when there is room")],
+)
+def test_a_write_that_finds_no_room_is_told(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(openai.InternalServerError, match=f"batch_dir has no room for it.*{remedy}") as refused:
+        client.files.create(file=("in.jsonl", b"a"), purpose="batch")
+    assert refused.value.status_code == 507
+
+
 def test_a_full_disk_is_told_and_a_batch_goes_on_when_there_is_room(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,7 +239,7 @@ def test_a_full_disk_is_told_and_a_batch_goes_on_when_there_is_room(
             lambda: client.files.create(file=("in.jsonl", b"a"), purpose="batch"),
             lambda: begin_with(client, file.id),
         ):
-            with pytest.raises(openai.InternalServerError, match="batch_dir is full") as refused:
+            with pytest.raises(openai.InternalServerError, match="batch_dir has no room") as refused:
                 call()
             assert refused.value.status_code == 507
     with monkeypatch.context() as disk:

@@ -32,6 +32,11 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _CHUNK_BYTES = 2**20
 _LEAST_BYTES = 4096  # that a file or a description takes of a disk, however short
 _MAX_UNFINISHED = 100  # batches of a key
+_NO_ROOM = {  # of a write that failed: no defect of the server, and where the room is to be made
+    errno.ENOSPC: "try again when there is room",
+    errno.EDQUOT: "try again when the quota of its user has room",
+    errno.EFBIG: "the server may write no larger files (ulimit -f, or the file system's own limit)",
+}
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)  # what reading a description may end with
 
 
@@ -227,12 +232,11 @@ class BatchStore:
 
 
 def _refusal_of(error: OSError) -> Exception:
-    """What a client is told of a write that failed. That the disk is full is no defect of the server."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    """What a client is told of a write that failed: 507 where there is no room for it, else the error itself."""
+    if error.errno not in _NO_ROOM:
         return error
-    return HttpRefusal(
-        507, f"the disk of serve.http.batch_dir is full ({error.strerror}); try again when there is room"
-    )
+    text = f"the disk of serve.http.batch_dir has no room for it ({error.strerror}); {_NO_ROOM[error.errno]}"
+    return HttpRefusal(507, text)
 
 
 def _bytes_of(path: Path) -> int:
