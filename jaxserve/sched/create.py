@@ -5,7 +5,7 @@ import difflib
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 from jaxserve.errors import ConfigError
 from jaxserve.registry import Registry, check_complete
