@@ -9,6 +9,12 @@ Every message says what was asked, what the limit is, and what to change.
 import enum
 
 
+def how_to_install(extra: str) -> str:
+    """The remedy where a library of an optional part is missing. jaxserve is installed from its repository, as its
+    README does: no index of packages has it under that name."""
+    return f"pip install -c constraints.txt -e '.[{extra}]' in the repository of jaxserve"
+
+
 class Status(enum.StrEnum):
     """The kind of an error, independent of any protocol."""
 

@@ -319,6 +319,11 @@ SAME: Mapping[str, str] = {
     "data_parallel_size": "parallel.data",
 }
 
+_DOWNLOAD = (
+    "`hf download OWNER/NAME --local-dir DIRECTORY`, since jaxserve downloads nothing; then `jaxserve chat DIRECTORY`"
+)
+_DIRECTORY = "`ls`, or `rm`: a model is a directory, or a GGUF file, wherever you keep it"
+
 COMMANDS: Mapping[str, str] = {  # commands of others -> how it is done here
     "complete": "`jaxserve run --prompt TEXT`",
     "generate": "`jaxserve run --prompt TEXT`",
@@ -327,8 +332,13 @@ COMMANDS: Mapping[str, str] = {  # commands of others -> how it is done here
     "api_server": "`jaxserve serve MODEL --port N`",
     "server": "`jaxserve serve MODEL --port N`",
     "start": "`jaxserve serve MODEL --port N`",
-    "pull": "jaxserve downloads nothing: `hf download NAME --local-dir DIRECTORY`, then `jaxserve serve DIRECTORY`",
-    "download": "jaxserve downloads nothing: `hf download NAME --local-dir DIRECTORY`, then `jaxserve serve DIRECTORY`",
+    "pull": _DOWNLOAD,
+    "download": _DOWNLOAD,
+    "list": _DIRECTORY,
+    "ls": _DIRECTORY,
+    "rm": _DIRECTORY,
+    "ps": "`jaxserve top HOST:PORT`, of one server, which has one model",
+    "stop": "SIGTERM, or Ctrl-C, to the process of the server",
     "quantise": "`jaxserve quantize`",
     "collect-env": "`jaxserve version`",
 }

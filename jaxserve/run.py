@@ -25,7 +25,6 @@ from jaxserve.cli.options import (
     HELP_OPTIONS,
     USER_ERROR,
     ConfigOption,
-    ModelOption,
     SetOption,
     one_line,
     run_app,
@@ -34,10 +33,18 @@ from jaxserve.cli.options import (
 from jaxserve.config import ResolvedConfig, for_batches, load_config, settings_from_environment
 from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import HostsConfig
-from jaxserve.console import BatchBar, TextWriter, complain, leave_without_devices, log_environment, set_up_logging
+from jaxserve.console import (
+    BatchBar,
+    TextWriter,
+    announcer,
+    complain,
+    leave_without_devices,
+    log_environment,
+    set_up_logging,
+)
 from jaxserve.engine import AnyEngine, refuse_url
 from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError
-from jaxserve.offline import InOrder, Result, open_under, read_pictures, run_jobs
+from jaxserve.offline import InOrder, Result, check_takes_pictures, open_under, read_pictures, run_jobs
 from jaxserve.offline.journal import BatchResult, Journal, input_fact, run_journaled
 from jaxserve.offline.jsonl import BatchOptions, Entry, JsonWriter, count_entries, make_jobs, read_entries
 from jaxserve.progress import Progress, show_progress
@@ -52,9 +59,12 @@ _HTTP_PORT = 8000  # of `jaxserve serve`, as with other engines
 
 
 def run_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Directory of a model, GGUF file, demo, or demo-vision; default: --config's.")
+    ] = None,
     config: ConfigOption = None,
     set_: SetOption = None,
-    model: ModelOption = None,
+    model_option: Annotated[str | None, typer.Option("--model", help="The same as MODEL.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to complete or answer. Repeatable.")] = None,
     input_: Annotated[Path | None, typer.Option("--input", help="JSONL file of prompts.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSONL file of results; default: stdout.")] = None,
@@ -81,7 +91,8 @@ def run_command(
     ] = False,
 ) -> int:
     """Answer prompts (--prompt, --input) and exit, or serve the ports of a config; see also `jaxserve serve MODEL`."""
-    resolved = load_config(config, with_model(set_, model))
+    named = _one_model(model, model_option)
+    resolved = load_config(config, with_model(set_, None if named is None else Path(named)))
     answers = bool(prompt) or input_ is not None
     attends = resolved.config.hosts.process_id > 0
     set_up_logging(
@@ -114,6 +125,8 @@ def run_command(
         pictures=read_pictures(picture or ()),
         open_url=refuse_url if pictures is None else open_under(pictures),
     )
+    if picture:
+        check_takes_pictures(resolved.config.model)
     with _open_files(input_, output) as files:
         if journal is not None and files.source is not None:
             facts = _batch_facts(resolved, files.source, options)
@@ -154,10 +167,8 @@ def serve_command(
     ] = None,
 ) -> int:
     """Serve a model over HTTP until SIGTERM: OpenAI's and Anthropic's APIs, and a page for a chat."""
-    if model is not None and model_option is not None and model != model_option:
-        raise ConfigError(f"two models are given, {model} and --model {model_option}; give one")
     given = {
-        "model.path": model if model is not None else model_option,
+        "model.path": _one_model(model, model_option),
         "serve.http.port": port,
         "serve.host": host,
         "model.name": served_model_name,
@@ -184,7 +195,14 @@ def serve_command(
     _check_hosts(resolved)
     if resolved.config.hosts.process_id > 0:
         return _attend(resolved)
-    return _serve(resolved, (), tell=resolved.config.runtime.log_format == "text")
+    return _serve(resolved, ())
+
+
+def _one_model(argument: str | None, option: str | None) -> str | None:
+    """Raises ConfigError where the argument and --model name different ones."""
+    if argument is not None and option is not None and argument != option:
+        raise ConfigError(f"two models are given, {argument} and --model {option}; give one")
+    return option if argument is None else argument
 
 
 def _asks_for_log(resolved: ResolvedConfig) -> bool:
@@ -199,8 +217,7 @@ def _check_hosts(resolved: ResolvedConfig) -> None:
         check_hosts(resolved.config)
 
 
-def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str], *, tell: bool = False) -> int:
-    """`tell`: people are told how to call the HTTP door."""
+def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
     from jaxserve.serve.handoff import HandoffSetup
     from jaxserve.serve.how_to_call import how_to_call
     from jaxserve.serve.orders import ShownSettings
@@ -220,7 +237,7 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str], *, tell: bool
     if serve.grpc.port is None and serve.http.port is None:
         raise ConfigError(
             "nothing to do: give --prompt TEXT or --input FILE to answer prompts, or a port to serve: `jaxserve serve "
-            "MODEL --port 8000` is for HTTP, --set serve.grpc.port=8500 for gRPC"
+            "MODEL --port 8000` is for HTTP, --set serve.grpc.port=8500 for gRPC; `jaxserve chat MODEL` is for a talk"
         )
     log_environment(resolved)
     check_serve_config(serve)  # a wrong file is reported before minutes are spent on loading
@@ -235,7 +252,7 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str], *, tell: bool
         directory = resolved.config.adapters.directory
 
         def on_ready(addresses: Addresses) -> None:
-            if tell and addresses.http is not None:
+            if resolved.config.runtime.log_format == "text" and addresses.http is not None:
                 tokenizer = assembly.engine.tokenizer
                 chats = tokenizer is not None and tokenizer.chat_template is not None
                 for line in how_to_call(addresses.http, assembly.engine.model.name, serve.http, chats=chats):
@@ -251,6 +268,7 @@ def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str], *, tell: bool
             directory,
             on_ready,
             log_refusals=resolved.config.runtime.log_requests,
+            say=announcer(resolved.config.runtime),
         )
     if code == HUNG:
         leave_without_devices(code)

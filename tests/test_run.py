@@ -19,7 +19,7 @@ from fake_parts import Fakes
 from jaxserve import __version__, assemble, cli, run
 from jaxserve.api import SamplingParams
 from jaxserve.client import Client, RequestFailed, Retries
-from jaxserve.errors import Status
+from jaxserve.errors import Status, how_to_install
 
 ROOT = Path(__file__).parents[1]
 FAKE = [sys.executable, str(ROOT / "tests" / "fake_parts.py"), "--set", "model.name=fake"]
@@ -140,18 +140,18 @@ def test_chat(call: Call) -> None:
     assert result["text"] == '!"'
 
 
-def test_pictures_of_the_command_line(call: Call, tmp_path: Path) -> None:
-    """Each misuse is one line."""
+def test_pictures_of_the_command_line(call: Call, fakes: Fakes, tmp_path: Path) -> None:
+    """Each misuse is one line, before anything is loaded."""
     file = tmp_path / "a.png"
     file.write_bytes(b"bytes")
     for arguments, message in (
         (["--picture", str(file), "--prompt", "hi"], "give --prompt and --chat, too"),
         (["--picture", str(file)], "--picture given, but nothing to answer"),
         (["--picture", str(tmp_path / "b.png"), "--chat", "--prompt", "hi"], "b.png cannot be read: No such file"),
-        (["--picture", str(file), "--chat", "--prompt", "hi"], "takes text"),
+        (["--picture", str(file), "--chat", "--prompt", "hi"], "demo takes text only; demo-vision takes them"),
     ):
         code, _, err = call(*arguments)
-        assert code == 2 and message in err, err
+        assert code == 2 and message in err and fakes.config is None, err
 
 
 def test_options_reach_the_device(call: Call, fakes: Fakes) -> None:
@@ -299,7 +299,7 @@ def test_a_missing_extra_for_traces_is_told_before_anything_is_loaded(
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     monkeypatch.delitem(sys.modules, "jaxserve.telemetry.traces", raising=False)
     code, _, err = call("--set", "serve.grpc.port=0", "--set", "runtime.trace_endpoint=http://localhost:4317")
-    assert code == 2 and err.splitlines()[-1].endswith("pip install 'jaxserve[otel]'")
+    assert code == 2 and err.splitlines()[-1].endswith(how_to_install("otel"))
     assert fakes.config is None
 
 
@@ -354,7 +354,7 @@ def test_results_survive_a_config_that_cannot_load(call: Call, fakes: Fakes, tmp
         (["--prompt", "a", "--top-p", "2"], "top_p is 2.0"),
         (["--promt", "a"], "--prompt"),
         (["--prompt"], "--prompt"),
-        (["stray"], "stray"),
+        (["demo", "stray"], "stray"),
         (["--input", "/no/such/file"], "cannot open /no/such/file"),
         (["--prompt", "a", "--output", "/no/such/file"], "cannot open /no/such/file"),
         (["--prompt", "a", "--config", "/no/such.yaml"], "cannot read the config file /no/such.yaml"),

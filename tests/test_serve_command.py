@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -18,7 +19,8 @@ import pytest
 from jaxserve.cli import main
 from jaxserve.config import load_config
 from jaxserve.config.model_path import model_name, resolve_model_path
-from jaxserve.config.schema import HttpConfig
+from jaxserve.config.schema import HttpConfig, RuntimeConfig
+from jaxserve.console import set_up_logging
 from jaxserve.errors import CheckpointError
 from jaxserve.llm import LLM
 from jaxserve.serve.how_to_call import how_to_call
@@ -33,15 +35,19 @@ class Started(NamedTuple):
     process: subprocess.Popen[str]
 
 
+def _serve(*options: str) -> subprocess.Popen[str]:
+    """`jaxserve serve demo --port 0` on the fake device."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return subprocess.Popen(
+        [sys.executable, "-c", FAKE, "serve", "demo", "--port", "0", "--max-model-len", "200", *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def started() -> Iterator[Started]:
-    """`jaxserve serve demo --port 0` on the fake device, until it has told everything."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    with subprocess.Popen(
-        [sys.executable, "-c", FAKE, "serve", "demo", "--port", "0", "--max-model-len", "200",
-         "--set", "runtime.log_requests=true"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths},
-    ) as process:  # fmt: skip
+    """A server that has told everything."""
+    with _serve("--set", "runtime.log_requests=true") as process:
         assert process.stdout is not None and process.stderr is not None
         try:
             address = process.stdout.readline().removeprefix("serving HTTP on ").strip()
@@ -77,6 +83,37 @@ def test_what_a_start_tells_works_as_it_stands(started: Started) -> None:
     assert b"<html" in _get(page)
     [base] = [match[1] for line in started.told if (match := re.search(r"base_url (\S+) ", line))]
     assert base == f"http://{started.address}/v1"
+    assert not [line for line in started.told if " INFO serving " in line], "stdout has said so"
+
+
+def test_with_a_log_in_json_every_line_is_json_and_the_address_is_said_once() -> None:
+    with _serve("--set", "runtime.log_format=json") as process:
+        try:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            address = json.loads(first)["address"]
+            assert b"demo" in _get(f"http://{address}/v1/models")
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 0 and not out
+    lines = [json.loads(line) for line in (first, *err.splitlines())]
+    assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
+    assert [line["message"] for line in lines if address in line["message"]] == [f"serving HTTP on {address}"]
+
+
+def test_what_ends_a_start_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        try:
+            assert main(["serve", "demo", "--port", port, "--set", "runtime.log_format=json"]) == 2
+        finally:
+            set_up_logging(RuntimeConfig())
+    *_, last = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert last["level"] == "critical" and port in last["message"] and last["message"].startswith("error: ")
 
 
 def test_it_ends_as_every_server_and_has_logged_what_it_refused(started: Started) -> None:
@@ -120,6 +157,16 @@ def test_a_mistake_is_one_line(arguments: list[str], words: str, capsys: pytest.
     out, err = capsys.readouterr()
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert not out and words in line
+
+
+def test_run_takes_a_model_as_serve_and_chat_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `ollama run NAME` is typed, which talks: the answer names `jaxserve chat`."""
+    assert main(["run", "demo"]) == 2
+    assert "`jaxserve chat MODEL` is for a talk" in capsys.readouterr().err
+    assert main(["run", "demo", "--model", "demo-vision", "--prompt", "a"]) == 2
+    assert "two models are given, demo and --model demo-vision" in capsys.readouterr().err
+    assert main(["run", "Owner/Name-1B", "--prompt", "a"]) == 2
+    assert "hf download Owner/Name-1B" in capsys.readouterr().err
 
 
 def test_run_says_how_to_serve(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,17 +7,17 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.config.schema import Config
 from jaxserve.content import PlacedPicture
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, how_to_install
 from jaxserve.models import configured_checkpoint
 from jaxserve.models.tower_loading import plan_tower
 from jaxserve.runtime.tower_building import TowerPlan
 from jaxserve.vision import (
-    PICTURE_PROCESSORS,
     PictureLimits,
     PictureProcessor,
     find_processor,
     is_installed,
     read_preprocessor,
+    takes_pictures,
 )
 
 
@@ -29,21 +29,20 @@ def find_pictures(config: Config) -> PictureProcessor | None:
     processor = _find_processor(config)
     if processor is not None and config.vision.max_pictures and not is_installed():
         raise ConfigError(
-            f"{config.model.path} takes pictures, but Pillow, which reads them, is not installed: pip install "
-            "jaxserve[vision]; or serve its text alone, with vision.max_pictures: 0"
+            f"{config.model.path} takes pictures, but Pillow, which reads them, is not installed: "
+            f"{how_to_install('vision')}; or serve its text alone, with vision.max_pictures: 0"
         )
     return processor
 
 
 def _find_processor(config: Config) -> PictureProcessor | None:
     checkpoint, vision = configured_checkpoint(config.model), config.vision
-    names = checkpoint.config.get("architectures")
-    if not isinstance(names, list) or not names or names[0] not in PICTURE_PROCESSORS:
+    if not takes_pictures(checkpoint.config):
         return None
     if config.hosts.num_processes > 1:
         raise ConfigError(
             f"hosts.num_processes is {config.hosts.num_processes}, but pictures are not sent to other processes; serve "
-            f"{names[0]} on one host"
+            f"{checkpoint.path} on one host"
         )
     limits = PictureLimits(
         max_pixels=vision.max_pixels,

@@ -20,7 +20,7 @@ from jaxserve import __version__
 from jaxserve.cli.options import DEFECT, ConfigOption, ModelOption, SetOption, one_line, with_model
 from jaxserve.config import format_config, load_config, refuse_settings_of_others
 from jaxserve.config.json_schema import config_json_schema
-from jaxserve.console import complain, log_environment, set_up_logging
+from jaxserve.console import announcer, complain, log_environment, set_up_logging
 from jaxserve.errors import ConfigError, Status
 from jaxserve.new_directory import new_directory
 from jaxserve.progress import show_progress
@@ -233,7 +233,7 @@ def route_command(
     refuse_settings_of_others(resolved, "jaxserve route", _ROUTER_READS, _SERVERS_ALONE)
     set_up_logging(resolved.config.runtime)
     log_environment(resolved)
-    return route_forever(resolved.config)
+    return route_forever(resolved.config, announcer(resolved.config.runtime))
 
 
 def kv_server_command(
@@ -251,7 +251,7 @@ def kv_server_command(
     refuse_settings_of_others(resolved, "jaxserve kv-server", ("kv_server", *_LOGGING))
     set_up_logging(resolved.config.runtime)
     log_environment(resolved)
-    return kv_server_forever(resolved.config)
+    return kv_server_forever(resolved.config, announcer(resolved.config.runtime))
 
 
 def replay_command(

@@ -4,6 +4,7 @@ It is loaded for `--help`, too, so it imports nothing that only a command needs.
 """
 
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,4 +80,12 @@ def _path(error: typer.TyperException) -> str | None:
 
 
 def _complain(line: str) -> None:
+    """Where the log is JSON already, so is its last line."""
+    logger = logging.getLogger("jaxserve")
+    if logger.handlers:  # a command has set it up, so that this module is loaded
+        from jaxserve.telemetry.logs import JsonFormatter
+
+        if any(isinstance(handler.formatter, JsonFormatter) for handler in logger.handlers):
+            logger.critical("%s", line)
+            return
     print(line, file=sys.stderr, flush=True)

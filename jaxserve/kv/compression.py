@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, how_to_install
 
 _LEVEL = 1  # noise of numbers does not shrink at higher levels either, which only take longer
 _TRY_EVERY = 64  # pages; each of these is compressed to keep the codec's rates current
@@ -146,6 +146,6 @@ def _load_zstd() -> Any:  # a module with the interface of the standard library'
             from backports import zstd
     except ImportError as error:
         raise ConfigError(
-            "compression of pages needs the library backports.zstd; install jaxserve[kv], or set compression to none"
+            f"compression of pages needs the library backports.zstd: {how_to_install('kv')}; or set compression to none"
         ) from error
     return zstd

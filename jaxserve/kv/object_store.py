@@ -18,7 +18,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from jaxserve.config.secret_files import check_secret
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, how_to_install
 from jaxserve.kv.blobs import BlobsError, BlobTooLarge
 from jaxserve.kv.names import BlobName
 from jaxserve.kv.page_format import PageLayout
@@ -133,7 +133,7 @@ def object_store(layout: PageLayout, options: StoreOptions) -> SealedStore:
     try:
         from obstore.store import from_url
     except ImportError as error:
-        raise ConfigError("an object store needs the library obstore; install jaxserve[kv]") from error
+        raise ConfigError(f"an object store needs the library obstore: {how_to_install('kv')}") from error
     retries: Any = {"max_retries": _RETRIES, "retry_timeout": datetime.timedelta(seconds=_RETRY_S)}
     try:
         bucket = from_url(url) if url.startswith(_IN_PROCESS) else from_url(url, retry_config=retries)

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.config.schema import Config, EventsConfig
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, how_to_install
 from jaxserve.sched.entry import PageEntry
 from jaxserve.sched.page_watch import PageWatcher, Tier
 from jaxserve.sched.plan import PageGroup
@@ -252,5 +252,5 @@ def _libraries() -> tuple[Any, Any]:
         import msgpack
         import zmq
     except ImportError as error:
-        raise ConfigError("events.port needs ZeroMQ and MessagePack: pip install 'jaxserve[kv-events]'") from error
+        raise ConfigError(f"events.port needs ZeroMQ and MessagePack: {how_to_install('kv-events')}") from error
     return zmq, msgpack.packb

@@ -17,7 +17,7 @@ aborted, their pages are free, and the next call works.
 
 from jaxserve.offline.jobs import Job, prepare_chat, prompt_text
 from jaxserve.offline.loop import InOrder, run_jobs, stream_updates
-from jaxserve.offline.picture_files import open_under, read_pictures
+from jaxserve.offline.picture_files import check_takes_pictures, open_under, read_pictures
 from jaxserve.offline.results import (
     CompletionOutput,
     Counts,
@@ -46,6 +46,7 @@ __all__ = [
     "ScoringOutput",
     "ScoringRequestOutput",
     "Turns",
+    "check_takes_pictures",
     "open_under",
     "prepare_chat",
     "prompt_text",

@@ -1,8 +1,11 @@
 """Pictures in files: those that the command line names, and those that a file of prompts names, under one directory."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxserve.config.model_path import CONFIG_NAME, resolve_model_path
+from jaxserve.config.schema import ModelConfig
 from jaxserve.engine import OpenUrl, refuse_url
 from jaxserve.errors import ConfigError, InvalidRequest
 
@@ -18,6 +21,25 @@ def read_pictures(paths: Sequence[Path]) -> tuple[bytes, ...]:
         return tuple(path.read_bytes() for path in paths)
     except OSError as error:
         raise ConfigError(f"--picture {error.filename} cannot be read: {error.strerror}; name a file") from error
+
+
+def check_takes_pictures(model: ModelConfig) -> None:
+    """Raises ConfigError where config.json says that the model takes text only, and CheckpointError without a model.
+
+    A file that cannot be read is reported by who loads the model, which this spares those who gave the wrong one.
+    """
+    from jaxserve.vision import takes_pictures  # NumPy, which prompts of text do not need here
+
+    path = resolve_model_path(model.path)
+    try:
+        config = {} if path.is_file() else json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if isinstance(config, dict) and not takes_pictures(config | model.overrides):
+        raise ConfigError(
+            f"--picture is for a model that takes pictures, and {model.path} takes text only; demo-vision takes them, "
+            "and docs/models.md names the others"
+        )
 
 
 def open_under(directory: Path) -> OpenUrl:

@@ -25,6 +25,7 @@ from jaxserve.kv.gen import pages_pb2_grpc as pb_grpc
 from jaxserve.kv.memory_store import MemoryStore
 from jaxserve.kv.names import BlobName, is_shown_name
 from jaxserve.kv.remote import MAX_NAMES, MESSAGE_OVERHEAD
+from jaxserve.serve.announce import Announce, announce
 from jaxserve.serve.page_port import PORT_OPTIONS, DecodedMessages, call_threads, mutual_credentials
 from jaxserve.serve.ports import HeldPort
 from jaxserve.serve.shutdown import Shutdown, run_with_signals
@@ -40,13 +41,19 @@ _NAME = pb.DESCRIPTOR.services_by_name["Pages"].full_name
 T = TypeVar("T")
 
 
-def kv_server_forever(config: Config) -> int:
-    """Serves until a signal (`shutdown`), on the main thread. Returns the exit code. Raises ConfigError."""
-    return run_with_signals(lambda shutdown: kv_server(config.kv_server, shutdown))
+def kv_server_forever(config: Config, say: Announce = announce) -> int:
+    """Serves until a signal (`shutdown`), on the main thread; `say` tells of the open port. Returns the exit code.
+
+    Raises ConfigError.
+    """
+    return run_with_signals(lambda shutdown: kv_server(config.kv_server, shutdown, say=say))
 
 
 async def kv_server(
-    config: KVServerConfig, shutdown: Shutdown, on_ready: Callable[[str], None] = lambda address: None
+    config: KVServerConfig,
+    shutdown: Shutdown,
+    on_ready: Callable[[str], None] = lambda address: None,
+    say: Announce = announce,
 ) -> int:
     """`kv_server_forever` without signals; `on_ready` gets the bound `host:port`."""
     credentials = mutual_credentials(config, "kv_server", config.host, "clients")
@@ -66,7 +73,7 @@ async def kv_server(
         raise ConfigError(f"cannot listen on {address}: {error}; another process was faster") from error
     server.start()
     where = "memory" if config.directory is None else config.directory
-    print(f"keeping pages on {address}, at most {config.max_bytes} bytes in {where}", flush=True)
+    say("keeping pages", address, f", at most {config.max_bytes} bytes in {where}")
     on_ready(address)
     await shutdown.drain.wait()
     await _stop(server, shutdown)

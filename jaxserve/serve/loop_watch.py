@@ -88,7 +88,8 @@ class LoopWatch:
         count, now_s = count + 1, self._clock()
         if now_s - logged_s >= _LOG_EVERY_S:
             times = "once" if count == 1 else f"{count} times"
-            logger.warning("the event loop was held up %s by %s, when all clients wait", times, where)
+            what = "other code" if where == OTHER else where
+            logger.warning("the event loop was held up %s by %s: no client was served meanwhile", times, what)
             count, logged_s = 0, now_s
         self._names[where] = (count, logged_s)
         self._note(where)

@@ -13,6 +13,7 @@ from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
 from jaxserve.routing import RouterOptions, create_router
+from jaxserve.serve.announce import Announce, announce
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.degraded import DegradedReport, missing
 from jaxserve.serve.descriptors import current_limit, raise_descriptor_limit, room_for_grpc
@@ -45,14 +46,15 @@ class Routing(NamedTuple):
     http: str | None
 
 
-def route_forever(config: Config) -> int:
+def route_forever(config: Config, say: Announce = announce) -> int:
     """Routes until a signal (`shutdown`). Must be called on the main thread. Returns the exit code.
 
     The first signal drains: no new requests, `serve.drain_s` seconds for the running ones, which then end with
-    UNAVAILABLE. A second signal ends them at once. Raises ConfigError, and CheckpointError for the tokenizer.
+    UNAVAILABLE. A second signal ends them at once. `say` tells of each open port. Raises ConfigError, and
+    CheckpointError for the tokenizer.
     """
     raise_descriptor_limit()
-    return run_with_signals(lambda shutdown: route(config, shutdown), rereads=has_key_files(config.serve))
+    return run_with_signals(lambda shutdown: route(config, shutdown, say=say), rereads=has_key_files(config.serve))
 
 
 async def route(
@@ -61,6 +63,7 @@ async def route(
     on_ready: Callable[[Routing], None] = lambda routing: None,
     *,
     resolve: Resolve | None = None,
+    say: Announce = announce,
 ) -> int:
     """`route_forever` without signals; `on_ready` gets the addresses; for `resolve` see `Pool`."""
     if config.serve.grpc.port is None:
@@ -99,12 +102,9 @@ async def route(
     report = DegradedReport([lambda: missing(pool.faults, pool.num_listed, serving.degraded_below)])
     tasks = [asyncio.create_task(_report_health(pool, server)), asyncio.create_task(_report_faults(report, counts))]
     tasks.append(asyncio.create_task(keys.follow(shutdown)))
-    logger.info("routing gRPC on %s by %s", address, config.route.policy)
-    print(f"routing gRPC on {address}", flush=True)
+    say("routing gRPC", address, "")
     if http_address is not None:
-        what = "metrics and probes over HTTP" if tokenizer is None else "routing HTTP"
-        logger.info("%s on %s", what, http_address)
-        print(f"{what} on {http_address}", flush=True)
+        say("metrics and probes over HTTP" if tokenizer is None else "routing HTTP", http_address, "")
     on_ready(Routing(address, http_address))
     try:
         await shutdown.drain.wait()

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2  # between questions what is served, until there is an answer
 _RENEW_S = 10.0  # and after it
+_PATIENCE_S = 5.0  # of a start, in which addresses are looked up and servers asked: no answer yet is no news
 # Spaces, digits, letters of several scripts and an emoji: where two vocabularies differ, they do here.
 _SAMPLE = "The answer is 1467.\n\tif x != 2: naïve façade, Größe, привет, 東京, 한국어 🙂"
 
@@ -58,13 +59,20 @@ class _Routed(Request):
 class RouteEngine:
     """An `Answering`. Used on the event loop of the service, but for `prepare`, which any thread may call."""
 
-    def __init__(self, service: RouteService, tokenizer: Tokenizer, max_waiting: int) -> None:
-        """`tokenizer`: that of the servers. `max_waiting`: most sequences of one call."""
+    def __init__(
+        self,
+        service: RouteService,
+        tokenizer: Tokenizer,
+        max_waiting: int,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`tokenizer`: that of the servers. `max_waiting`: most sequences of one call. `now_s`: a clock, in seconds."""
         self.tokenizer = tokenizer
         self.failure: BaseException | None = None  # never: servers may come back
         self.fault: str | None = "no server has said yet what it serves"
         self._service = service
         self._max_waiting = max_waiting
+        self._now_s = now_s
         self._model: ModelInfo | None = None
         self._template: ChatTemplate | None = None
         self._tell: tuple[Callable[[], None], ...] = ()
@@ -92,16 +100,20 @@ class RouteEngine:
         return self._model
 
     async def _follow_model(self) -> None:
-        told = None
+        told, begun_s = None, self._now_s()
         while True:
+            wrong = False  # a server has answered, and cannot be used: that is told at once
             try:
                 self._model, self.fault = await self._ask_model(), None
             except JaxserveError as error:
-                if self._model is None or isinstance(error, InvalidRequest):  # else they are gone for a moment
+                wrong = isinstance(error, InvalidRequest)
+                if self._model is None or wrong:  # else they are gone for a moment
                     self._model, self.fault = None, str(error)
-            if self.fault is not None and self.fault != told:
+            if self.fault is None:
+                told = None
+            elif self.fault != told and (wrong or self._now_s() - begun_s >= _PATIENCE_S):
                 logger.warning("no requests over HTTP: %s", self.fault)
-            told = self.fault
+                told = self.fault
             await asyncio.sleep(_LOOK_S if self._model is None else _RENEW_S)
 
     async def _ask_model(self) -> ModelInfo:

@@ -19,6 +19,7 @@ from jaxserve.engine.base import reason_of
 from jaxserve.errors import ConfigError, EngineStopped, StepStalled
 from jaxserve.sched.ladder import Rung
 from jaxserve.serve.adapters import AdapterOrders
+from jaxserve.serve.announce import Announce, announce
 from jaxserve.serve.counts import DoorCounts
 from jaxserve.serve.degraded import DegradedReport, handoffs_of, replicas_of, rungs_of
 from jaxserve.serve.descriptors import (
@@ -103,13 +104,14 @@ def serve_forever(
     adapters_dir: str | None = None,
     on_ready: Callable[[Addresses], None] = lambda addresses: None,
     log_refusals: bool = False,
+    say: Announce = announce,
 ) -> int:
     """Starts the engine and the servers; returns after a signal (`shutdown`), or when the engine has died.
 
     `ports` that are held already are listened on; the others are bound now. `handoff`: the engine exchanges pages with
     others. `weights`: operators may give it other weights. `settings`: the whole config for operators to see; None:
     only `serve_config` is known. `adapters_dir`: `adapters.directory`. `on_ready` gets the addresses once all doors are
-    open. `log_refusals`: each refused call has a line in the log.
+    open. `log_refusals`: each refused call has a line in the log. `say` tells of each open port.
 
     The first signal drains: no new requests, `serve_config.drain_s` seconds for the running ones. Those that
     are left then end with the error Draining, and routers and clients go on with them elsewhere. A second signal ends
@@ -131,6 +133,7 @@ def serve_forever(
             settings=settings,
             adapters_dir=adapters_dir,
             log_refusals=log_refusals,
+            say=say,
         ),
         rereads=has_key_files(serve_config),
     )
@@ -182,6 +185,7 @@ async def serve(
     settings: ShownSettings | None = None,
     adapters_dir: str | None = None,
     log_refusals: bool = False,
+    say: Announce = announce,
 ) -> int:
     """`serve_forever` without signals; `on_ready` gets the addresses once all doors are open."""
     check_serve_config(serve_config, adapters_dir)
@@ -222,11 +226,9 @@ async def serve(
         warn_of_open(serve_config)
         engine.start()
         for protocol, address in addresses.items():
-            logger.info("serving %s over %s on %s", engine.model.name, protocol, address)
-            print(f"serving {protocol} on {address}", flush=True)
+            say(f"serving {protocol}", address, "")
         if lending is not None:
-            logger.info("lending pages on %s", lending)
-            print(f"lending pages on {lending}", flush=True)
+            say("lending pages", lending, "")
         on_ready(Addresses(addresses.get(GRPC), addresses.get(HTTP)))
         report = _make_report(engine, serve_config, exchange)
         watching = asyncio.create_task(_watch(async_engine, doors, serve_config, shutdown, report, counts))

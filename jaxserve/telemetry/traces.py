@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from jaxserve.api import FinishReason
 from jaxserve.config.schema import RuntimeConfig
 from jaxserve.engine import RequestStats, RequestTimes
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, how_to_install
 
 try:
     from opentelemetry import trace
@@ -22,7 +22,7 @@ try:
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError as error:
-    raise ConfigError("runtime.trace_endpoint needs OpenTelemetry: pip install 'jaxserve[otel]'") from error
+    raise ConfigError(f"runtime.trace_endpoint needs OpenTelemetry: {how_to_install('otel')}") from error
 
 _FLUSH_MS = 5_000
 
@@ -93,7 +93,7 @@ def export_spans(config: RuntimeConfig, model_name: str) -> Iterator[RequestTrac
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise ConfigError("runtime.trace_endpoint needs the OTLP exporter: pip install 'jaxserve[otel]'") from error
+        raise ConfigError(f"runtime.trace_endpoint needs the OTLP exporter: {how_to_install('otel')}") from error
     assert config.trace_endpoint is not None
     exporter = OTLPSpanExporter(
         endpoint=config.trace_endpoint, insecure=not config.trace_endpoint.startswith("https://")

@@ -18,6 +18,7 @@ from jaxserve.vision.processor import (
     Positions,
     find_processor,
     read_preprocessor,
+    takes_pictures,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "find_processor",
     "is_installed",
     "read_preprocessor",
+    "takes_pictures",
 ]

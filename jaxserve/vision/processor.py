@@ -178,6 +178,12 @@ PICTURE_PROCESSORS: Registry[type[PictureProcessor]] = Registry(
 )
 
 
+def takes_pictures(config: Mapping[str, Any]) -> bool:
+    """Whether the model of a parsed config.json has a processor here."""
+    names = config.get("architectures")
+    return isinstance(names, list) and bool(names) and names[0] in PICTURE_PROCESSORS
+
+
 def find_processor(
     config: Mapping[str, Any], preprocessor: Mapping[str, Any], limits: PictureLimits, origin: str
 ) -> PictureProcessor | None:
@@ -186,10 +192,9 @@ def find_processor(
 
     Raises CheckpointError for a processor or values that are not implemented. It needs no Pillow: `process` does.
     """
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if name is None or name not in PICTURE_PROCESSORS:
+    if not takes_pictures(config):
         return None
+    name = config["architectures"][0]
     found, kind = PICTURE_PROCESSORS.get(name), preprocessor.get("image_processor_type")
     if kind not in found.takes:
         raise CheckpointError(

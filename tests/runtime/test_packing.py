@@ -228,11 +228,11 @@ def test_xla_by_name_packs_nothing() -> None:
 
 
 def test_without_numba(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(machine_code, "missing", lambda: "Numba is not installed; pip install 'jaxserve[cpu]'")
+    monkeypatch.setattr(machine_code, "missing", lambda: "Numba is not installed; install it")
     caplog.set_level(logging.INFO, logger="jaxserve.kernels.dispatch")
     assert MATMUL.resolve(device=CPU, uses=[FLOAT32]) is XLA_MATMUL
     assert "Numba is not installed" in caplog.text
-    with pytest.raises(ConfigError, match=r"Numba is not installed; pip install 'jaxserve\[cpu\]'"):
+    with pytest.raises(ConfigError, match="Numba is not installed; install it"):
         MATMUL.resolve(device=CPU, uses=[FLOAT32], choice="numba_cpu")
 
 

@@ -1,6 +1,8 @@
 """OpenAI's and Anthropic's clients over HTTP through a router, with real servers on fake devices behind it."""
 
+import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +18,12 @@ from serve_parts import WAIT_S, serve_bytes, served, wait_until
 from jaxserve.api import SamplingParams
 from jaxserve.client import Client
 from jaxserve.config.schema import Config, GrpcConfig, HttpConfig, RouteConfig, ServeConfig
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, EngineStopped
+from jaxserve.serve import route_engine
 from jaxserve.serve.route import route
+from jaxserve.serve.route_engine import RouteEngine
 from jaxserve.serve.shutdown import Shutdown
+from jaxserve.testing import ByteTokenizer
 
 KEY = "sk-mine"
 CHAT: list[Any] = [{"role": "user", "content": "What is 683+784?"}]
@@ -212,6 +217,44 @@ def test_servers_with_another_tokenizer() -> None:
         refusal = httpx.post(f"{router.http_url}/v1/completions", json={"prompt": "a"}, timeout=WAIT_S)
         assert refusal.status_code == 503 and "another tokenizer" in refusal.json()["error"]["message"]
         assert router.is_healthy(), "requests over gRPC need none"
+
+
+class _NobodyIsWell:
+    """The service of a router whose servers do not answer; each question sets `asked`."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def GetModel(self, request: Any, context: Any) -> Any:
+        self.asked.set()
+        raise EngineStopped("no replica is well: no name has an address yet")
+
+
+async def test_servers_have_some_seconds_to_answer_before_the_log_warns(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(route_engine, "_LOOK_S", 0.001)
+    caplog.set_level(logging.WARNING, logger=route_engine.__name__)
+    now_s, service = 100.0, _NobodyIsWell()
+    engine = RouteEngine(service, ByteTokenizer(), 8, now_s=lambda: now_s)  # type: ignore[arg-type]
+
+    async def look(times: int) -> None:
+        for _ in range(times):
+            service.asked.clear()
+            await asyncio.wait_for(service.asked.wait(), WAIT_S)
+
+    engine.start()
+    try:
+        await look(3)
+        now_s += route_engine._PATIENCE_S - 0.1
+        await look(3)
+        assert not caplog.records and engine.fault is not None, "probes say it all the same"
+        now_s += 0.2
+        await look(4)
+    finally:
+        await engine.stop()
+    (record,) = caplog.records
+    assert record.getMessage() == "no requests over HTTP: no replica is well: no name has an address yet"
 
 
 async def test_a_tokenizer_without_a_port() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 
 import grpc
@@ -11,7 +12,7 @@ from serve_parts import Served, serve_bytes, served, wait_until
 
 from jaxserve.config.schema import HttpConfig, RuntimeConfig
 from jaxserve.engine import RequestStats, RequestTimes, Reranker
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, how_to_install
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.telemetry import JsonFormatter, observe_requests
@@ -104,7 +105,7 @@ def test_without_the_extra_the_error_names_it(missing: str, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, missing, None)
     engine = serve_bytes().engine
     with (
-        pytest.raises(ConfigError, match=r"pip install 'jaxserve\[otel\]'"),
+        pytest.raises(ConfigError, match=re.escape(how_to_install("otel"))),
         observe_requests(engine, RuntimeConfig(trace_endpoint="http://127.0.0.1:1")),
     ):
         pass

@@ -15,7 +15,7 @@ from picture_files import jpeg_of_scans
 from PIL import Image
 
 from jaxserve.content import Picture
-from jaxserve.errors import CheckpointError, InvalidRequest
+from jaxserve.errors import CheckpointError, InvalidRequest, how_to_install
 from jaxserve.vision import PictureLimits, find_processor
 from jaxserve.vision.decoder_program import Refused, decode, has_more_scans
 from jaxserve.vision.decoding import Decoders, silence_pillow
@@ -252,5 +252,5 @@ def test_text_needs_no_pillow_and_pictures_say_how_to_install_it() -> None:
     )
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stderr
-    assert "pip install jaxserve[vision]; or serve its text alone, with vision.max_pictures: 0" in lines[0]
+    assert f"{how_to_install('vision')}; or serve its text alone, with vision.max_pictures: 0" in lines[0]
     assert lines[1:] == ["True", "2 ['PIL']"]

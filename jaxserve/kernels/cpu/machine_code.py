@@ -30,7 +30,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.errors import KernelsUnavailable
+from jaxserve.errors import KernelsUnavailable, how_to_install
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class MachineCode:
 def missing() -> str | None:
     """The reason why there are no kernels for CPUs here, and the remedy; None where there are."""
     if importlib.util.find_spec("numba") is None:
-        return "Numba is not installed; pip install 'jaxserve[cpu]'"
+        return f"Numba is not installed; {how_to_install('cpu')}"
     try:
         importlib.import_module("jaxserve.kernels.cpu.simd")
     except (ImportError, AttributeError) as error:  # of parts of Numba that its versions may change

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, how_to_install
 from jaxserve.lab.bench.about import about_machine
 from jaxserve.lab.bench.lag import judge
 from jaxserve.lab.bench.load import LoadClient, LoadResult, run_load
@@ -163,7 +163,7 @@ async def _connect(endpoint: Endpoint) -> tuple[LoadClient, dict[str, Any]]:
         try:
             from jaxserve.lab.bench.openai_client import OpenAIClient
         except ImportError as error:
-            raise ConfigError(f"the backend {endpoint.backend} needs aiohttp: install jaxserve[bench]") from error
+            raise ConfigError(f"the backend {endpoint.backend} needs aiohttp: {how_to_install('bench')}") from error
         client = OpenAIClient(endpoint)
     try:
         return client, await client.describe(_ASK_S)

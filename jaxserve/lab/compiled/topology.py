@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jaxserve.assemble.devices import settle_platform
 from jaxserve.chips import Chip, Topology, parse_topology
 from jaxserve.config import describe_absent_tpu
-from jaxserve.errors import ConfigError, MissingCompiler
+from jaxserve.errors import ConfigError, MissingCompiler, how_to_install
 from jaxserve.kernels.dispatch import Device
 
 _GPU_SHEET = """
@@ -121,7 +121,7 @@ def device_of_topology(name: str) -> Device:
 
 
 def _tpu_devices(topology: Topology) -> list[Any]:
-    _need("libtpu", "jaxserve[tpu]")
+    _need("libtpu", "tpu")
     describe_absent_tpu()
     name = topology.name.replace(topology.chip.name, topology.chip.compiler_name)
     # libtpu takes a host to hold 2x2x1 chips unless told otherwise, and would refuse a single one.
@@ -134,7 +134,7 @@ def _tpu_devices(topology: Topology) -> list[Any]:
 
 
 def _gpu_devices(chip: Chip, count: int) -> list[Any]:
-    _need(_GPU_PLUGIN, "jaxserve[aot]")
+    _need(_GPU_PLUGIN, "aot")
     assert chip.compute_capability is not None, chip.name
     major, minor = chip.compute_capability
     core = _CORES[chip.compute_capability]
@@ -169,6 +169,6 @@ def _need(package: str, extra: str) -> None:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise MissingCompiler(
-            f"compiling for a device that is not here needs the package {package}: pip install '{extra}', or --quick, "
-            "which compiles nothing"
+            f"compiling for a device that is not here needs the package {package}: {how_to_install(extra)}; or use "
+            "--quick, which compiles nothing"
         ) from None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import rich.console
 
 from jaxserve.api import FinishReason
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, how_to_install
 from jaxserve.lab.simulation.cluster_values import ClusterResult
 from jaxserve.lab.simulation.fairness import fairness, service_over_time
 from jaxserve.lab.simulation.simulate import SimulatedRequest, SimulatedStep, SimulationResult
@@ -307,5 +307,5 @@ def _import_pandas() -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise ConfigError("data frames need pandas: install jaxserve[lab]") from error
+        raise ConfigError(f"data frames need pandas: {how_to_install('lab')}") from error
     return pandas

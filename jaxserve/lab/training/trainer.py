@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, how_to_install
 from jaxserve.lab.training.answers import Example
 from jaxserve.lab.training.batches import Rows, batches, fitting
 from jaxserve.lab.training.losses import LossOptions, draft_loss, make_guesses, starts_of
@@ -215,7 +215,7 @@ def make_optimizer(options: TrainOptions) -> "optax.GradientTransformation":
     try:
         import optax
     except ImportError as error:
-        raise ConfigError("training needs optax, which is not installed; pip install 'jaxserve[train]'") from error
+        raise ConfigError(f"training needs optax, which is not installed; {how_to_install('train')}") from error
 
     def is_matrix(params: dict[str, Any]) -> dict[str, bool]:
         return {path: leaf.ndim > 1 for path, leaf in params.items()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, how_to_install
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,7 @@ def check_plot(extra: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"plots need matplotlib: install jaxserve[{extra}]") from error
+        raise ConfigError(f"plots need matplotlib: {how_to_install(extra)}") from error
 
 
 def line_style(number: int) -> dict[str, Any]:
