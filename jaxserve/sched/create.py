@@ -5,7 +5,7 @@ import difflib
 import inspect
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import cast
 
 from jaxserve.errors import ConfigError
 from jaxserve.registry import Registry, check_complete
@@ -200,13 +200,14 @@ def _check_parameters(found: type[Policy], given: Mapping[str, _Value]) -> None:
 
 def _make_policy(found: type[Policy], policy: object, options: SchedulerOptions) -> Policy:
     """Of a class that `find_scheduler` has checked. One without a parameter for the options gets them afterwards."""
-    given: dict[str, Any] = {**split_parameters(policy)[1]} if isinstance(policy, str) else {}
+    given = split_parameters(policy)[1] if isinstance(policy, str) else {}
+    make = cast(Callable[..., Policy], found)
     parameters = inspect.signature(found).parameters
     if "options" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return found(options=options, **given)
+        return make(options=options, **given)
     if any(one.kind is one.VAR_POSITIONAL for one in parameters.values()):
-        return found(options, **given)
-    made = found(**given)
+        return make(options, **given)
+    made = make(**given)
     made.options = options
     return made
 

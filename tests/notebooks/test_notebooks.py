@@ -89,7 +89,13 @@ for name in ("libtpu", "jax-cuda13-plugin", "numba"):
 
 
 def test_there_are_notebooks() -> None:
-    assert NAMES == ["capacity_planning", "reading_a_step_log", "reinforcement_learning", "swap_a_scheduler"]
+    assert NAMES == [
+        "capacity_planning",
+        "reading_a_step_log",
+        "reinforcement_learning",
+        "study_a_policy",
+        "swap_a_scheduler",
+    ]
     assert PAPER_NAMES == ["distserve", "sarathi_serve", "vidur", "vtc"]
 
 
@@ -207,11 +213,23 @@ def test_swap_a_scheduler(tmp_path: Path) -> None:
     assert len(plans) == 2
     assert all(equal == total and int(total) > 100 for equal, total in plans), texts["same-plans"]
     assert {"fcfs", "express lane", "demo model", "simulator"} <= set(re.findall(r"\w+ \w+|\w+", texts["comparison"]))
-    gains = dict(re.findall(r"(demo model|simulator): .* (-?\d+)% sooner", texts["gain"]))
+    change = r"\d+% (?:sooner|later)"
+    gains = re.findall(rf"(demo model|simulator): .* complete {change}, and all of them {change}", texts["gain"])
     assert set(gains) == {"demo model", "simulator"}
+    assert re.search(r"Both worlds (do not )?name the same policy", texts["gain"])
     for policy in ("fcfs", "sjf", "BigExpressLane"):
         assert policy in texts["on-paper"]
         assert policy in texts["who-pays"]
+
+
+@pytest.mark.slow
+def test_study_a_policy(tmp_path: Path) -> None:
+    texts = run("study_a_policy", tmp_path, ('"seeds": 5', '"seeds": 2'))
+    said = texts["verdicts"]
+    for policy in ("sjf", "LeastAttained", "LeastAttained?quantum=400"):
+        assert f"  {policy}\n" in said
+    verdicts = re.findall(r": (no difference that 2 seeds could show|better than|worse than)", said)
+    assert len(verdicts) == 9, "three figures of each policy"
 
 
 @pytest.mark.slow
