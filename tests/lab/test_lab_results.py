@@ -266,5 +266,5 @@ def test_without_pandas_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", no_pandas)
-    with pytest.raises(ConfigError, match=r"jaxserve\[lab\]"):
+    with pytest.raises(ConfigError, match=r"\[lab\]"):
         LabResult.of("fcfs", BY_HAND).to_frame()
