@@ -22,7 +22,6 @@ from jaxserve.errors import JaxserveError
 from jaxserve.offline import Counts, Result
 from jaxserve.offline.jsonl import Entry
 from jaxserve.progress import error_console
-from jaxserve.serve.announce import Announce, announce, opened
 from jaxserve.telemetry.logs import JsonFormatter
 
 _REFRESH_S = 0.1
@@ -61,16 +60,6 @@ def log_environment(resolved: ResolvedConfig) -> None:
     if found := settings_from_environment(resolved):
         names = ", ".join(f"{name} ({variable})" for name, variable in found.items())
         logging.getLogger("jaxserve").info("settings from the environment: %s", names)
-
-
-def announcer(config: RuntimeConfig) -> Announce:
-    """Tells of open ports on stdout, in the format of the log: whoever collects it has both streams in one."""
-
-    def announce_in_json(what: str, address: str, more: str) -> None:
-        fields = {"name": "jaxserve.serve", "levelno": logging.INFO, "levelname": "INFO", "address": address}
-        print(JsonFormatter().format(logging.makeLogRecord({**fields, "msg": opened(what, address, more)})), flush=True)
-
-    return announce_in_json if config.log_format == "json" else announce
 
 
 def complain(line: str) -> None:

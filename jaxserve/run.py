@@ -36,7 +36,6 @@ from jaxserve.config.schema import HostsConfig
 from jaxserve.console import (
     BatchBar,
     TextWriter,
-    announcer,
     complain,
     leave_without_devices,
     log_environment,
@@ -218,6 +217,7 @@ def _check_hosts(resolved: ResolvedConfig) -> None:
 
 
 def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
+    from jaxserve.serve.announce import announcer
     from jaxserve.serve.handoff import HandoffSetup
     from jaxserve.serve.how_to_call import how_to_call
     from jaxserve.serve.orders import ShownSettings
