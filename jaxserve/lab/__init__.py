@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.lab.simulation.arriving import Chains
+    from jaxserve.lab.simulation.client_costs import ClientCosts, measure_client_costs
     from jaxserve.lab.simulation.cluster import simulate_cluster
     from jaxserve.lab.simulation.cluster_values import Apart, Autoscale, ClusterResult, Failure, ScaleTo, Slowdown
     from jaxserve.lab.simulation.compare import compare_policies
@@ -49,6 +50,7 @@ __all__ = [
     "ArrivalOptions",
     "Autoscale",
     "Chains",
+    "ClientCosts",
     "ClientOptions",
     "ClusterResult",
     "CostModel",
@@ -78,6 +80,7 @@ __all__ = [
     "compare_frame",
     "compare_policies",
     "highest_rate",
+    "measure_client_costs",
     "plot_gantt",
     "plot_latencies",
     "plot_overview",
@@ -93,6 +96,7 @@ __all__ = [
 
 _HOME = {
     "simulation.arriving": ("Chains",),
+    "simulation.client_costs": ("ClientCosts", "measure_client_costs"),
     "simulation.cluster": ("simulate_cluster",),
     "simulation.cluster_values": (
         "Apart",

@@ -18,7 +18,8 @@ from jaxserve.lab.simulation.cli import ALL_FAILED
 from jaxserve.lab.simulation.compare import compare_policies
 from jaxserve.lab.simulation.requests import Trace
 from jaxserve.lab.simulation.simulate import FixedCost, StepCost, simulate
-from jaxserve.lab.simulation.world import World, world_of_device
+from jaxserve.lab.simulation.world import World, world_of_device, world_of_log
+from jaxserve.lab.workloads.arrivals import ArrivalOptions
 from jaxserve.lab.workloads.datasets import DatasetOptions
 from jaxserve.routing import RouterOptions
 from jaxserve.runtime.memory import memory_share
@@ -354,3 +355,74 @@ def test_together_and_apart_beside_each_other(capsys: pytest.CaptureFixture[str]
 def test_the_tables_say_where_their_clock_begins(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(SMALL) == 0
     assert "times begin at the scheduler: HTTP, encoding" in capsys.readouterr().out
+
+
+def write_client_run(path: Path, log: Path, first_s: float, prompt_token_s: float, token_s: float) -> None:
+    """A run of `bench serve` against the server of a log, seen by a client for whom all comes later by these costs."""
+    trace = Trace(
+        dataset=DatasetOptions(num_prompts=40, input_len=30, output_len=12, range_ratio=0.5),
+        arrivals=ArrivalOptions(rate=20.0),
+    )
+    [result] = compare_policies(["fcfs"], trace, world_of_log(log, load_config(None).config))
+    requests = [
+        {
+            "start": one.arrival_s,
+            "outputs": [
+                time_s - one.arrival_s + first_s + prompt_token_s * one.prompt_tokens + number * token_s
+                for number, time_s in enumerate(one.token_times_s)
+            ],
+            "input_tokens": one.prompt_tokens,
+            "output_tokens": one.output_tokens,
+            "failure": None,
+        }
+        for one in result.simulation.requests
+    ]
+    failed = {"start": 0.0, "outputs": [], "input_tokens": 3, "output_tokens": None, "failure": "timeout"}
+    path.write_text(json.dumps({"runs": [{"requests": [failed, *requests]}]}))
+
+
+def test_times_of_a_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, run, json_path = tmp_path / "steps.jsonl", tmp_path / "run.json", tmp_path / "out.json"
+    write_log(log)
+    write_client_run(run, log, first_s=0.015, prompt_token_s=0.0002, token_s=0.001)
+    arguments = [*SMALL, "--rate", "1", "--step-log", str(log), "--json", str(json_path)]
+    assert main(arguments) == 0
+    engine = json.loads(json_path.read_text())
+    assert engine["client_costs"] is None
+    capsys.readouterr()
+    assert main([*arguments, "--client-costs", str(run), "--goodput", "ttft:25"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "times are those of a client" in out and "times begin at the scheduler" not in out
+    client = json.loads(json_path.read_text())
+    assert client["client_costs"] == pytest.approx(
+        {"first_s": 0.015, "prompt_token_s": 0.0002, "token_s": 0.001}, abs=1e-6
+    )
+    [before], [after] = engine["runs"], client["runs"]
+    for name, more_ms in (("ttft", 15 + 40 * 0.2), ("tpot", 1.0), ("itl", 1.0), ("e2el", 15 + 40 * 0.2 + 9 * 1.0)):
+        name = f"median_{name}_ms"
+        assert after[name] - before[name] == pytest.approx(more_ms, abs=0.05), name
+    assert before["median_ttft_ms"] < 25 and after["request_goodput"] == 0, "targets are those of the client"
+    assert after["duration"] == before["duration"] and after["completed"] == before["completed"] == 20
+
+
+def test_client_costs_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, run = tmp_path / "steps.jsonl", tmp_path / "run.json"
+    write_log(log)
+    on_log = [*SMALL, "--step-log", str(log), "--client-costs", str(run)]
+    few = {"start": 0.0, "outputs": [0.1], "input_tokens": 3, "output_tokens": 1, "failure": None}
+    for text, wrong in (
+        ("{", "is not JSON"),
+        ('{"runs": [{"label": "rate 4"}]}', "--save-requests"),
+        (json.dumps({"runs": [{"requests": [few]}]}), "has 1 answered requests"),
+    ):
+        run.write_text(text)
+        assert main(on_log) == 2
+        assert wrong in capsys.readouterr().err
+    run.unlink()
+    assert main(on_log) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    write_client_run(run, log, 0.01, 0.0, 0.0)
+    assert main([*SMALL, "--client-costs", str(run)]) == 2
+    assert "--step-log FILE" in capsys.readouterr().err
+    assert main([*on_log, "--clients", "2"]) == 2
+    assert "leave out --client-costs" in capsys.readouterr().err

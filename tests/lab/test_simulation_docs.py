@@ -12,6 +12,7 @@ import pytest
 from test_simulate_cli import LIMITS, write_log
 
 from jaxserve.cli import main
+from jaxserve.lab.bench.cli import serve_command
 from jaxserve.lab.simulation.cli import simulate_command
 
 ROOT = Path(__file__).parents[2]
@@ -65,5 +66,6 @@ def test_python(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_option_that_it_names_exists() -> None:
-    known = {f"--{name.rstrip('_').replace('_', '-')}" for name in simulate_command.__annotations__}
+    names = simulate_command.__annotations__ | serve_command.__annotations__  # it measures what --client-costs reads
+    known = {f"--{name.rstrip('_').replace('_', '-')}" for name in names}
     assert set(re.findall(r"--[a-z][a-z-]+", TEXT)) <= known

@@ -15,8 +15,10 @@ from jaxserve.console import complain
 from jaxserve.errors import ConfigError
 from jaxserve.lab.bench.about import about_machine
 from jaxserve.lab.bench.report import check_writable, write_json
+from jaxserve.lab.simulation.client_costs import ClientCosts, measure_client_costs
 from jaxserve.lab.simulation.cluster_values import Apart, Autoscale
 from jaxserve.lab.simulation.compare import compare_policies
+from jaxserve.lab.simulation.fleet import Fleet
 from jaxserve.lab.simulation.plots import plot_overview
 from jaxserve.lab.simulation.requests import ClientOptions, Trace
 from jaxserve.lab.simulation.results import CLOCK_NOTE, LabResult, show_results
@@ -52,6 +54,7 @@ from jaxserve.lab.workloads.metrics import Goodput, check_percentiles
 from jaxserve.lab.workloads.pictures import check_plot, save_figure
 from jaxserve.lab.workloads.tables import make_console, make_title
 from jaxserve.progress import show_progress
+from jaxserve.sched.record import read_header
 
 ALL_FAILED = 3
 _DEFAULT_DEVICE = "cpu:1"
@@ -78,6 +81,13 @@ StepLogOption = Annotated[
     list[Path] | None,
     typer.Option(
         "--step-log", help="In place of --device: learn costs from steps that an engine ran. Repeatable: several runs."
+    ),
+]
+ClientCostsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--client-costs",
+        help="A --json of bench serve --save-requests, of the server of --step-log: adds what its client waited more.",
     ),
 ]
 AcceptanceOption = Annotated[
@@ -153,6 +163,7 @@ def simulate_command(
     device: DeviceOption = None,
     tensor: TensorOption = None,
     step_log: StepLogOption = None,
+    client_costs: ClientCostsOption = None,
     acceptance: AcceptanceOption = None,
     store_latency_ms: StoreLatencyOption = None,
     store_bandwidth: StoreBandwidthOption = None,
@@ -236,6 +247,7 @@ def simulate_command(
         device=device,
         tensor=tensor,
         step_log=tuple(step_log or ()),
+        client_costs=client_costs,
         acceptance=tuple(parse_numbers(acceptance, "--acceptance")),
         store_link=_link(store_latency_ms, store_bandwidth),
         replicas=replicas,
@@ -260,6 +272,7 @@ class _Options:
     device: str | None
     tensor: int | None
     step_log: Sequence[Path]
+    client_costs: Path | None
     acceptance: Sequence[float]
     store_link: StoreLink | None
     replicas: int
@@ -287,6 +300,10 @@ class _Options:
             raise ConfigError("--plot draws the steps that --light does not keep: leave one of them out")
         if self.step_log and (self.device is not None or self.tensor is not None):
             raise ConfigError("--step-log takes the place of --device and --tensor: leave them out")
+        if self.client_costs is not None and not self.step_log:
+            raise ConfigError(
+                "--client-costs are of a server that wrote a step log (runtime.step_log); give --step-log FILE, too"
+            )
 
 
 def _link(latency_ms: float | None, bandwidth: float | None) -> StoreLink | None:
@@ -305,12 +322,14 @@ def _simulate(options: _Options, config: Config, trace: Trace) -> int:
         one = len(worlds) == options.replicas == config.parallel.data == 1
         if options.routers and one and options.autoscale is None:
             raise ConfigError("--router chooses between replicas: give --replicas 2 or more, too, or parallel.data")
+        costs = _client_costs(options, worlds)
         results = compare_policies(
             options.policies,
             trace,
             worlds,
             replicas=options.replicas,
             autoscale=options.autoscale,
+            client_costs=costs,
             routers=options.routers or (config.route.policy,),
             apart=[_apart(count, options, config, world) for count in options.prefill or (0,)],
             goodput=options.goodput,
@@ -324,9 +343,9 @@ def _simulate(options: _Options, config: Config, trace: Trace) -> int:
     title = about_fleet(worlds) if options.replicas == 1 else f"{options.replicas} replicas of {world.about}"
     console.print(make_title(title))
     show_results(results, console)
-    console.print(CLOCK_NOTE)
+    console.print(CLOCK_NOTE if costs is None else f"times are those of a client, with {costs}")
     if options.json is not None:
-        write_json(options.json, _as_json(results, worlds, trace, options))
+        write_json(options.json, _as_json(results, worlds, trace, options, costs))
     if options.plot is not None:
         drawn = [result for result in results if result.simulation.steps]
         if drawn:
@@ -334,6 +353,13 @@ def _simulate(options: _Options, config: Config, trace: Trace) -> int:
         else:
             complain(f"no step was computed, so there is nothing to draw: {options.plot} was not written")
     return 0 if any(result.metrics.completed for result in results) else ALL_FAILED
+
+
+def _client_costs(options: _Options, worlds: Sequence[World]) -> ClientCosts | None:
+    """Measured against one server of the policy that wrote the first log, however many are simulated."""
+    if options.client_costs is None:
+        return None
+    return measure_client_costs(options.client_costs, Fleet.of(worlds), read_header(options.step_log[0]).policy)
 
 
 def _worlds(options: _Options, config: Config) -> list[World]:
@@ -363,7 +389,13 @@ def _apart(count: int, options: _Options, config: Config, world: World) -> Apart
     )
 
 
-def _as_json(results: Sequence[LabResult], worlds: Sequence[World], trace: Trace, options: _Options) -> dict[str, Any]:
+def _as_json(
+    results: Sequence[LabResult],
+    worlds: Sequence[World],
+    trace: Trace,
+    options: _Options,
+    costs: ClientCosts | None,
+) -> dict[str, Any]:
     """`world` has the figures of the first server; `fleet` says what each of several is."""
     world = worlds[0]
     limits = dataclasses.asdict(world.limits)
@@ -378,6 +410,7 @@ def _as_json(results: Sequence[LabResult], worlds: Sequence[World], trace: Trace
         },
         "fleet": [one.about for one in worlds],
         "autoscale": None if options.autoscale is None else dataclasses.asdict(options.autoscale),
+        "client_costs": None if costs is None else dataclasses.asdict(costs),
         "apart": {"prefill": list(options.prefill), "bandwidth": options.handoff_bandwidth},
         "load": {
             **trace.dataset.as_json(),

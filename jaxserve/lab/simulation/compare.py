@@ -3,17 +3,20 @@
 Failures and scaling at given times are not part of it: call `simulate_cluster` for those.
 """
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.errors import ConfigError
 from jaxserve.lab.simulation.arriving import Chains
+from jaxserve.lab.simulation.client_costs import ClientCosts
 from jaxserve.lab.simulation.cluster_values import Apart, Autoscale
 from jaxserve.lab.simulation.fleet import Fleet
 from jaxserve.lab.simulation.requests import Trace
 from jaxserve.lab.simulation.results import LabResult
 from jaxserve.lab.simulation.simulate import SimRequest
+from jaxserve.lab.simulation.values import SimulationResult
 from jaxserve.lab.simulation.world import World
 from jaxserve.lab.workloads.metrics import Goodput
 from jaxserve.progress import Progress, Quiet
@@ -30,6 +33,7 @@ def compare_policies(
     routers: Sequence[str | type[Router]] = ("prefix",),
     apart: Sequence[Apart | None] = (None,),
     autoscale: Autoscale | None = None,
+    client_costs: ClientCosts | None = None,
     goodput: Goodput | None = None,
     percentiles: Sequence[float] = (90, 95, 99),
     keep_steps: bool = True,
@@ -45,6 +49,7 @@ def compare_policies(
       replicas: worlds behind one router; None: the replicas that the world itself has, or as many as there are worlds.
       autoscale: scaling by load, which begins with these replicas.
       trace: must give the same requests each time.
+      client_costs: delays that are added to all times of requests; None: they begin at the scheduler.
       keep_token_times: for ITLs.
       say: gets a line after each run.
       progress: called before each run.
@@ -55,6 +60,11 @@ def compare_policies(
         raise ConfigError("an iterator can be read once, and each policy needs all of it: give a Trace or a list")
     fleet = Fleet.of(world, replicas, autoscale)
     load = trace.load() if isinstance(trace, Trace) else trace
+    if client_costs is not None and isinstance(load, Chains):
+        raise ConfigError(
+            "client costs are added behind a simulation, and here requests wait for answers, so they would come later, "
+            "too: leave out --client-costs, or --clients and --turns-wait"
+        )
     if any(apart) and not fleet.has_router:
         raise ConfigError("one replica cannot compute prompts for another; ask for 2 replicas or more")
     results = []
@@ -68,6 +78,12 @@ def compare_policies(
         run = fleet.run(
             policy, load, router=router, apart=way, keep_steps=keep_steps, keep_token_times=keep_token_times
         )
+        if client_costs is not None:
+            run = (
+                client_costs.add_to(run)
+                if isinstance(run, SimulationResult)
+                else dataclasses.replace(run, total=client_costs.add_to(run.total))
+            )
         result = LabResult.of(label, run, goodput=goodput, percentiles=percentiles, num_pages=fleet.num_pages)
         results.append(result)
         num_requests = len(result.simulation.requests)
