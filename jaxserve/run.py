@@ -217,7 +217,7 @@ def _check_hosts(resolved: ResolvedConfig) -> None:
 
 
 def _serve(resolved: ResolvedConfig, offline_flags: Sequence[str]) -> int:
-    from jaxserve.serve.announce import announcer
+    from jaxserve.cli.announcer import announcer
     from jaxserve.serve.handoff import HandoffSetup
     from jaxserve.serve.how_to_call import how_to_call
     from jaxserve.serve.orders import ShownSettings

@@ -225,7 +225,7 @@ def route_command(
     policy: Annotated[str | None, typer.Option(help="How to choose: prefix, least_load, power_of_two, …")] = None,
 ) -> int:
     """One door for several servers: spread requests, and move them when a server dies."""
-    from jaxserve.serve.announce import announcer
+    from jaxserve.cli.announcer import announcer
     from jaxserve.serve.route import route_forever  # gRPC: not needed elsewhere
 
     given = {"route.replicas": to or None, "serve.grpc.port": port, "route.policy": policy}
@@ -244,7 +244,7 @@ def kv_server_command(
     directory: Annotated[str | None, typer.Option(help="Directory of the pages; default: they are in memory.")] = None,
 ) -> int:
     """Keep pages of keys and values for servers, in memory or in a directory, until SIGTERM."""
-    from jaxserve.serve.announce import announcer
+    from jaxserve.cli.announcer import announcer
     from jaxserve.serve.kv_server import kv_server_forever  # gRPC: not needed elsewhere
 
     given = {"kv_server.port": port, "kv_server.directory": directory}
