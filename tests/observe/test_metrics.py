@@ -313,7 +313,9 @@ def test_labels_do_not_grow_with_what_clients_send() -> None:
 
 
 def _series(text: str) -> set[tuple[str, frozenset[tuple[str, str]]]]:
-    return {(s.name, frozenset(s.labels.items())) for family in parse_plain(text) for s in family.samples}
+    """But for those of slow callbacks, which a busy machine adds: their labels are names of this package's own."""
+    samples = [sample for family in parse_plain(text) for sample in family.samples]
+    return {(s.name, frozenset(s.labels.items())) for s in samples if "slow_callbacks" not in s.name}
 
 
 def test_answers_and_refusals_are_counted(tmp_path) -> None:
