@@ -306,6 +306,11 @@ class Report:
         console.print(make_title(self.what), ratio_table(comparison.rows(), OURS, args.engines, self.titles))
         if any(self.limits().values()):
             console.print(limit_table(comparison.rows(), self.limits(), args.engines, self.titles))
+        of_engines = (
+            f"{name} {found / 2**20:,.0f} MiB" for name, found in comparison.memory.items() if found is not None
+        )
+        if memory := ", ".join(of_engines):
+            console.print(f"in memory at most, loading included: {memory}")
         for workload, notes in comparison.notes.items():
             console.print(f"{workload}: " + "; ".join(f"{name}: {note}" for name, note in notes.items()))
         if any(found.choices for found in comparison.agreements.values()):

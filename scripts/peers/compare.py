@@ -24,6 +24,8 @@ class Peer(Protocol):
 
     def run(self, asks: list[Ask], before: list[Ask]) -> tuple[list[Answer], float | None]: ...
 
+    def most_memory(self) -> int | None: ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -57,6 +59,7 @@ class Comparison:
         self._answers: dict[str, dict[str, list[Answer]]] = {}
         self.notes: dict[str, dict[str, str]] = {}
         self.abouts: dict[str, dict[str, Any]] = {}
+        self.memory: dict[str, int | None] = {}
 
     @property
     def reference(self) -> str:
@@ -98,6 +101,7 @@ class Comparison:
             asks = make_asks(workload, number, self._plan.vocab, self._plan.sizes, rate)
             for name in engines:
                 self._answers[workload][name] += self._run(workload, number, name, asks)
+        self.memory.update({name: peer.most_memory() for name, peer in self._peers.items()})
 
     def _run(self, workload: str, number: int, name: str, asks: list[Ask]) -> list[Answer]:
         """Measures the quietest of at most three tries, or the first one that is quiet enough.
@@ -164,4 +168,8 @@ class Comparison:
             name: dataclasses.asdict(found) | {"share_equal": found.share_equal, "share_same": found.share_same}
             for name, found in self.agreements.items()
         }
-        return {"workloads": workloads, "tokens": {"reference": self.reference, "engines": agreements}}
+        return {
+            "workloads": workloads,
+            "tokens": {"reference": self.reference, "engines": agreements},
+            "most_memory_bytes": self.memory,
+        }

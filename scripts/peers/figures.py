@@ -32,7 +32,9 @@ TPOT_99 = Figure(name="TPOT p99 (ms)", higher=False)
 FIGURES = {
     "one": (DECODE, TTFT),
     "streams": (DECODE,),
+    "short_prefill": (PREFILL,),
     "prefill": (PREFILL,),
+    "long_prefill": (PREFILL,),
     "mixed": (OUTPUT,),
     "poisson": (OUTPUT, TTFT, TTFT_99, TPOT, TPOT_99),
     "shared": (OUTPUT, TTFT),

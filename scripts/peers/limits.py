@@ -102,7 +102,14 @@ def _limits(
     return {
         "one": limit(DECODE.name, 1, 1, halfway),
         "streams": limit(DECODE.name, sizes.streams, sizes.streams, halfway),
-        "prefill": limit(PREFILL.name, sizes.prefill, 1, sizes.prefill / 2),
+        **{
+            name: limit(PREFILL.name, length, 1, length / 2)
+            for name, length in (
+                ("short_prefill", sizes.short_prefill),
+                ("prefill", sizes.prefill),
+                ("long_prefill", sizes.long_prefill),
+            )
+        },
     }
 
 

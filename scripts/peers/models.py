@@ -137,9 +137,9 @@ _GEMMA_STD = 0.005
 
 _PUBLISHED = PeerModel(
     config=None,
-    sizes=Sizes(requests=16),
+    sizes=Sizes(requests=16, long_prefill=2048),
     engines="jaxserve,llamacpp",
-    workloads=_FAMILY_WORKLOADS,
+    workloads="one,streams,short_prefill,prefill,long_prefill",
     overrides=_WHOLE_PROMPTS,
 )
 

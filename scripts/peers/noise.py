@@ -1,11 +1,13 @@
-"""The share of the machine that other programs used while an engine ran, from Linux's /proc.
+"""What a group of processes used of the machine, and what others did meanwhile, from Linux's /proc.
 
 No figure is corrected: a run that was disturbed is repeated. On other systems than Linux nothing is known, and nothing
 is repeated.
 """
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -38,14 +40,25 @@ def others_share(before: Used | None, after: Used | None) -> float | None:
     return max(0.0, others / (after.passed - before.passed))
 
 
+def most_memory(group: int) -> int | None:
+    """Bytes that a group of processes had in memory at most, each at its own time; None where there is no /proc.
+
+    The pages of a file that is mapped count as those of its reader.
+    """
+    if not (_PROC / "stat").exists():
+        return None
+    return sum(int(line.split()[1]) for line in _lines_of_group(group, "status") if line.startswith("VmHWM:")) * 1024
+
+
 def _ticks_of_group(group: int) -> int:
-    ticks = 0
+    fields = [line.rpartition(")")[2].split() for line in _lines_of_group(group, "stat")]
+    return sum(int(line[11]) + int(line[12]) for line in fields)
+
+
+def _lines_of_group(group: int, file: str) -> Iterator[str]:
+    """The lines of this file of each process of the group."""
     for entry in os.listdir(_PROC):
         if entry.isdigit():
-            try:
-                fields = (_PROC / entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended since the list was made
-                continue
-            if int(fields[2]) == group:
-                ticks += int(fields[11]) + int(fields[12])
-    return ticks
+            with contextlib.suppress(OSError):  # it has ended since the list was made
+                if int((_PROC / entry / "stat").read_text().rpartition(")")[2].split()[2]) == group:
+                    yield from (_PROC / entry / file).read_text().splitlines()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peers.noise import others_share, read_used
+from peers.noise import most_memory, others_share, read_used
 from peers.values import Answer, Ask, Settings, answers_from_json, asks_to_json
 
 SCRIPTS = Path(__file__).parent.parent
@@ -74,6 +74,10 @@ class PeerProcess:
             used = read_used(self._process.pid)
             reply = self._ask(asks_to_json(asks))
             return answers_from_json(reply["answers"]), others_share(used, read_used(self._process.pid))
+
+    def most_memory(self) -> int | None:
+        """Bytes that it had in memory at most since its start, loading included; None where that is not known."""
+        return most_memory(self._process.pid)
 
     def close(self) -> None:
         """Ends the process and what it has started."""

@@ -15,7 +15,9 @@ from peers.values import Ask
 WORKLOADS = {
     "one": "1 stream: {prompt} tokens in, {output} out",
     "streams": "{streams} streams: {prompt} tokens in, {output} out, all at once",
+    "short_prefill": "1 prompt of {short_prefill} tokens, 1 token out",
     "prefill": "1 prompt of {prefill} tokens, 1 token out",
+    "long_prefill": "1 prompt of {long_prefill} tokens, 1 token out",
     "mixed": "{requests} at once, {mixed_prompt[0]}-{mixed_prompt[1]} in, {mixed_output[0]}-{mixed_output[1]} out",
     "poisson": "the same {requests} as a Poisson process",
     "shared": "{requests} at once: {prefix} equal tokens and {tail[0]}-{tail[1]} others in, {shared_output} out",
@@ -30,7 +32,9 @@ class Sizes:
     prompt: int = 128
     output: int = 64
     streams: int = 16
+    short_prefill: int = 128
     prefill: int = 512
+    long_prefill: int = 512
     requests: int = 64
     mixed_prompt: tuple[int, int] = (16, 512)
     mixed_output: tuple[int, int] = (16, 256)
@@ -43,7 +47,7 @@ class Sizes:
         """Tokens of the longest request."""
         return max(
             self.prompt + self.output,
-            self.prefill + 1,
+            max(self.short_prefill, self.prefill, self.long_prefill) + 1,
             self.mixed_prompt[1] + self.mixed_output[1],
             self.prefix + self.tail[1] + self.shared_output,
         )
@@ -57,7 +61,9 @@ TINY = Sizes(
     prompt=8,
     output=6,
     streams=3,
+    short_prefill=16,
     prefill=32,
+    long_prefill=48,
     requests=5,
     mixed_prompt=(2, 12),
     mixed_output=(2, 8),
@@ -85,8 +91,8 @@ def make_asks(name: str, round_number: int, vocab: int, sizes: Sizes, rate: floa
         case "one" | "streams":
             count = sizes.streams if name == "streams" else 1
             return [Ask(prompt=ids(sizes.prompt), num_tokens=sizes.output) for _ in range(count)]
-        case "prefill":
-            return [Ask(prompt=ids(sizes.prefill), num_tokens=1)]
+        case "short_prefill" | "prefill" | "long_prefill":
+            return [Ask(prompt=ids(getattr(sizes, name)), num_tokens=1)]
         case "shared":
             prefix = ids(sizes.prefix)
             return [Ask(prompt=prefix + ids(n), num_tokens=sizes.shared_output) for n in lengths(sizes.tail)]

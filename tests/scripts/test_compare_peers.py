@@ -139,6 +139,9 @@ class Scripted:
         made = [answer(*(self.step_s * (i + 1) + a.due_s for i in range(a.num_tokens))) for a in asks]
         return made, self.noise.pop(0) if before else None
 
+    def most_memory(self):
+        return 2**20
+
 
 def make_comparison(**changes) -> Comparison:
     options = {"rounds": 2, "load": 0.5, "rate": None, "max_noise": 0.1, "compare_tokens": True}
@@ -258,6 +261,7 @@ def test_engines_one_after_the_other_are_compared_as_those_in_turns():
     assert comparison.reference == "hf"
     assert {name: found.share_same for name, found in comparison.agreements.items()} == {"jaxserve": 1.0}
     assert comparison.agreements["jaxserve"].tokens == 2 * TINY.output
+    assert comparison.as_json()["most_memory_bytes"] == dict.fromkeys(("jaxserve", "hf", "jaxserve-dense"), 2**20)
 
 
 def fake_settings() -> Settings:
@@ -306,6 +310,7 @@ def test_a_process_answers_in_its_turn_and_is_stopped_otherwise(tmp_path):
         assert peer.about == {"dtype": "float32"}
         answers, _ = peer.run([Ask(prompt=(7, 8), num_tokens=2)], [])
         assert answers == [Answer(tokens=(7, 8), times_s=(0.0, 0.0))]
+        assert sys.platform != "linux" or 2**20 < (peer.most_memory() or 0) < 2**32  # a Python, and no weights
         if sys.platform == "linux":
             deadline_s = time.monotonic() + WAIT_S
             while Path(f"/proc/{peer.process_id}/stat").read_text().rpartition(")")[2].split()[0] != "T":
