@@ -20,7 +20,7 @@ from jaxserve.offline.front_door import FrontDoor
 
 if TYPE_CHECKING:
     from jaxserve.assemble import SchedulerChoice
-    from jaxserve.assemble.live_weights import WeightSource
+    from jaxserve.assemble.device import WeightSource
 
 __all__ = ["AsyncLLM", "Update"]
 

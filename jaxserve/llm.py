@@ -39,7 +39,7 @@ from jaxserve.offline.turns import one_call
 
 if TYPE_CHECKING:
     from jaxserve.assemble import SchedulerChoice
-    from jaxserve.assemble.live_weights import WeightSource
+    from jaxserve.assemble.device import WeightSource
 
 __all__ = [
     "LLM",

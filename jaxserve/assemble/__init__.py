@@ -20,10 +20,11 @@ from jax.sharding import Mesh
 
 from jaxserve import __version__
 from jaxserve.assemble.answers import embedding_rules, find_reranker
+from jaxserve.assemble.device import Device, WeightSource
 from jaxserve.assemble.devices import find_devices
 from jaxserve.assemble.draft_tokenizer import check_draft_tokenizer
 from jaxserve.assemble.handoff import CanonicalSlots, check_handoff
-from jaxserve.assemble.live_weights import LiveWeights, WeightSource
+from jaxserve.assemble.live_weights import LiveWeights
 from jaxserve.assemble.page_connector import ConnectorStore, PageConnectors, prepare_page_connectors
 from jaxserve.assemble.page_store import PageStore, PageStores, prepare_page_stores
 from jaxserve.assemble.pictures import find_pictures, plan_pictures
@@ -41,7 +42,7 @@ from jaxserve.engine.step_deadlines import StepDeadlines
 from jaxserve.engine.step_log import check_step_log
 from jaxserve.errors import ConfigError
 from jaxserve.gguf_file import parts_of
-from jaxserve.hosts import JointStore, LocalStore, checkpoint_digest
+from jaxserve.hosts import JointStore, checkpoint_digest
 from jaxserve.kernels.selection import NONE
 from jaxserve.kv.page_events import PageEvents, check_page_events, open_page_events, open_page_events_of
 from jaxserve.models import (
@@ -62,12 +63,10 @@ from jaxserve.models.quantised import configured_quantisation, describe_quantisa
 from jaxserve.progress import Progress, Quiet
 from jaxserve.routing import Router, RouterOptions, create_router
 from jaxserve.runtime.build import BuildHooks, Built, build_runners
-from jaxserve.runtime.canonical_pages import SlotForm
 from jaxserve.runtime.compile_events import CompileCounter
 from jaxserve.runtime.drafting import DRAFTERS
 from jaxserve.runtime.executables import AbstractStage
 from jaxserve.runtime.heads import find_head
-from jaxserve.runtime.host_slots import SlotBytes
 from jaxserve.runtime.memory import longest_sequence
 from jaxserve.runtime.mesh import layer_ranges, make_meshes
 from jaxserve.runtime.runner import Weights
@@ -76,7 +75,6 @@ from jaxserve.sched import (
     LaterBuckets,
     Limits,
     Policy,
-    Runner,
     Scheduler,
     SchedulerOptions,
     SpeculationOptions,
@@ -93,57 +91,6 @@ logger = logging.getLogger(__name__)
 
 # A replacement of `sched.policy` from a notebook: a name, a policy, a scheduler, or a class of either.
 SchedulerChoice = str | type[Policy] | Policy | Callable[[Limits, SchedulerOptions], Scheduler] | Scheduler
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """A model that is ready to run plans.
-
-    Attributes:
-      vocab_size: V of the model; the tokenizer may know fewer ids.
-      eos_token_ids: as the checkpoint says.
-      sampling_defaults: options of `SamplingParams` that the checkpoint recommends.
-      private_prompts_above, max_position, generates: see `ModelInfo`.
-      seconds: times of its construction: `plan` for the checkpoint's header and all shapes, then `weights` and
-        `executables` at once.
-      later: step shapes that the runner does not have yet; None: it has all.
-      facts: settings that must be the same in all processes that run the model together, as texts.
-      namespace: of the keys of pages (see `content`); equal where pages could be exchanged.
-      slots: host memory for pages; None where there is none.
-      page_layout: how the bytes of a slot are arranged.
-      slot_form: the same as a value, where it is known.
-      new_weights: makes other weights for the runner (see `live_weights`); None: it keeps those that it has.
-      namespace_of: what `namespace` is with the weights of this directory; None: that is not known.
-      renew: gives back the memory of the runner, which is used no more, and makes another device of the same weights
-        and executables; takes seconds. None where that cannot be.
-      adapters: those that requests may name, the same of all replicas; None: the engine takes none.
-      join_stores: of a model over several processes: makes the store of all processes from that of this one.
-    """
-
-    runner: Runner
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    sampling_defaults: Mapping[str, object]
-    private_prompts_above: int | None = None
-    max_position: int | None = None
-    generates: bool = True
-    seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    later: LaterBuckets | None = None
-    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    namespace: str = ""
-    slots: SlotBytes | None = None
-    page_layout: str = ""
-    slot_form: SlotForm | None = None
-    new_weights: Callable[[WeightSource], Weights] | None = None
-    namespace_of: Callable[[str], str] | None = None
-    renew: "Callable[[], Device] | None" = None
-    adapters: LoadedAdapters | None = None
-    join_stores: Callable[[LocalStore], JointStore] | None = None
-
-    @property
-    def all_limits(self) -> Limits:
-        """The runner's limits once every bucket is there."""
-        return self.runner.limits if self.later is None else self.later.all_limits
 
 
 EngineStore = PageStore | ConnectorStore | JointStore

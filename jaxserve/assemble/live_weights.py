@@ -16,20 +16,17 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
+from jaxserve.assemble.device import Device, WeightSource
 from jaxserve.engine import AnyEngine, Engine
-from jaxserve.engine.base import reason_of
+from jaxserve.engine.refusals import reason_of
 from jaxserve.errors import CapacityError, ChangeUnderWay, EngineStopped, InvalidRequest
 from jaxserve.runtime.runner import is_full
 from jaxserve.sched.base import Operable, Releasable, Renewable, Runner, Scheduler
 
-if TYPE_CHECKING:
-    from jaxserve.assemble import Device
-
-WeightSource = Mapping[str, jax.Array] | str | os.PathLike[str]
 Work = Callable[[Runner, Scheduler], None]
 Wait = Callable[[Sequence["concurrent.futures.Future[float]"]], None]
 
@@ -49,7 +46,7 @@ class _Made(NamedTuple):
     namespace: str
 
 
-def _name_of(device: "Device", source: WeightSource, version: str) -> str:
+def _name_of(device: Device, source: WeightSource, version: str) -> str:
     if device.namespace_of is not None and not isinstance(source, Mapping):
         return device.namespace_of(os.fspath(source))
     # A version may come again, with other arrays.
@@ -77,7 +74,7 @@ class LiveWeights:
       version: of the weights, as the last update named them; empty: those of the start.
     """
 
-    def __init__(self, engine: AnyEngine, devices: list["Device"]) -> None:
+    def __init__(self, engine: AnyEngine, devices: list[Device]) -> None:
         """`devices`: of the replicas; one that is built again has another in its place."""
         self.version = ""
         self._engine = engine

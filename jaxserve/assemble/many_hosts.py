@@ -16,7 +16,8 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxserve import __version__, assemble
-from jaxserve.assemble import Assembly, Device
+from jaxserve.assemble import Assembly
+from jaxserve.assemble.device import Device
 from jaxserve.assemble.devices import find_devices
 from jaxserve.assemble.page_store import prepare_page_stores
 from jaxserve.config import ResolvedConfig

@@ -25,11 +25,12 @@ Several replicas in one process are an `EngineGroup`: each is an `Engine` with a
 own, and front doors see one `AnyEngine`. A replica that dies gives its unanswered requests to the others.
 """
 
-from jaxserve.engine.base import Answering, AnyEngine, Load
+from jaxserve.engine.base import Answering, AnyEngine
 from jaxserve.engine.cache_control import CacheControl
 from jaxserve.engine.embedding import EmbeddingForm, EmbeddingRules, embedding_of, pooling_params
 from jaxserve.engine.engine import Engine, ModelInfo
 from jaxserve.engine.inputs import Prompt, check_token_ids, prepare_request
+from jaxserve.engine.load import Load
 from jaxserve.engine.outputs import DrawnBy, Sink, Update
 from jaxserve.engine.pictures import (
     OpenUrl,

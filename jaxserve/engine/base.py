@@ -4,56 +4,17 @@ A door written against it need not know how many devices, loops and schedulers a
 it that needs none here: a router keeps it, too, whose requests run on servers.
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Protocol
 
 from jaxserve.api import NO_OPTIONS, Request, RequestOptions, SamplingParams
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import ModelInfo, Prompt
+from jaxserve.engine.load import NOTHING_PENDING, Load, Pending
 from jaxserve.engine.outputs import Sink
 from jaxserve.engine.stats import EngineStats
-from jaxserve.errors import Draining, EngineStopped, JaxserveError
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.chat import ChatTemplate
-
-if TYPE_CHECKING:
-    from jaxserve.engine.engine import Engine
-
-
-class Load(NamedTuple):
-    """The load of an engine, roughly: its loop goes on while this is read.
-
-    Attributes:
-      num_running: requests with their first token.
-      num_waiting: sequences without one; a request asks for n of them.
-      num_waiting_tokens: of the prompts of these sequences; a prompt counts for each of them.
-      max_waiting, max_waiting_tokens: above these, requests are refused, but for those of owners that have few.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_waiting_tokens: int
-    max_waiting: int
-    max_waiting_tokens: int
-
-
-Pending: TypeAlias = Mapping[str, int]  # sequences that are about to be submitted, by owner
-NOTHING_PENDING: Pending = MappingProxyType({})
-
-ASLEEP = "the engine sleeps, and its device is given back; wake it up first"
-
-
-def refusal_of(failure: BaseException | None) -> EngineStopped:
-    """The error of a request that is not taken any more, by an engine that has failed or is shutting down."""
-    kind = Draining if failure is None else EngineStopped
-    return kind(f"the engine takes no more requests: {reason_of(failure)}")
-
-
-def reason_of(failure: BaseException | None) -> str:
-    """Why an engine takes no request, to end a sentence. `failure`: of the engine; many exceptions have no text."""
-    if failure is None:
-        return "it is shutting down"
-    return str(failure) if isinstance(failure, JaxserveError) else repr(failure)
 
 
 class Answering(Protocol):
@@ -128,7 +89,7 @@ class AnyEngine(Answering, Protocol):
         ...
 
     @property
-    def replicas(self) -> "tuple[Engine, ...]":
+    def replicas(self) -> tuple[Engine, ...]:
         """The engines that it is, one at least, for observers and operators; requests go through it."""
         ...
 

@@ -16,14 +16,15 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions, SamplingParams
-from jaxserve.engine.base import ASLEEP, NOTHING_PENDING, Load, Pending, reason_of, refusal_of
 from jaxserve.engine.commands import Abort, Call, Change, Command, Interrupt, Submit, Wake
 from jaxserve.engine.degrading import DegradeOptions, Degrading
 from jaxserve.engine.inputs import ModelInfo, Prompt, prepare_request
 from jaxserve.engine.interpreter import Interpreter
 from jaxserve.engine.live import LiveRequests
+from jaxserve.engine.load import NOTHING_PENDING, Load, Pending
 from jaxserve.engine.lookup import LookupOptions
 from jaxserve.engine.outputs import Sink
+from jaxserve.engine.refusals import ASLEEP, reason_of, refusal_of
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.step_deadlines import StepDeadlines
 from jaxserve.engine.step_log import StepLogWriter, StepMarks

@@ -27,10 +27,11 @@ from jaxserve.api import (
     SamplingParams,
     shown_id,
 )
-from jaxserve.engine.base import ASLEEP, NOTHING_PENDING, Load, Pending, refusal_of
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.inputs import ModelInfo, Prompt
+from jaxserve.engine.load import NOTHING_PENDING, Load, Pending
 from jaxserve.engine.outputs import Sink, Update
+from jaxserve.engine.refusals import ASLEEP, refusal_of
 from jaxserve.engine.restarting import Rebuilder, RestartOptions
 from jaxserve.engine.stats import EngineStats
 from jaxserve.engine.waiting import deadline_error

@@ -18,12 +18,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Generic, TypeVar
 
 from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions
-from jaxserve.engine.base import Answering, refusal_of
+from jaxserve.engine.base import Answering
 from jaxserve.engine.daemon_threads import DaemonThreads
 from jaxserve.engine.embedding import embedding_of, pooling_params
 from jaxserve.engine.inputs import Prompt
 from jaxserve.engine.outputs import Update
 from jaxserve.engine.prices import check_answer
+from jaxserve.engine.refusals import refusal_of
 from jaxserve.engine.scoring import Judgement
 from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.engine.tenants import Tenants

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve.api import Request
-from jaxserve.engine.base import NOTHING_PENDING, Load, Pending
+from jaxserve.engine.load import NOTHING_PENDING, Load, Pending
 from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.errors import DeadlineExceeded, QueueFull
 

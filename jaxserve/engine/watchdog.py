@@ -15,18 +15,36 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from jaxserve.errors import StepStalled
-
-if TYPE_CHECKING:
-    from jaxserve.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1  # between two looks
 _MOST_S = 1.0  # that count of one look: a process that was halted, with this thread in it, has seen no hang
 _JOIN_S = 5.0
+
+
+class Watched(Protocol):
+    """What the watchdog sees of an engine and does to it; `Engine` says more of each."""
+
+    name: str
+    red: bool
+
+    @property
+    def failure(self) -> BaseException | None: ...
+
+    @property
+    def turn(self) -> int | None: ...
+
+    @property
+    def allowed_s(self) -> float: ...
+
+    @property
+    def may_be_fenced(self) -> bool: ...
+
+    def fence(self, turn: int, error: StepStalled) -> bool: ...
 
 
 class Watchdog:
@@ -40,7 +58,7 @@ class Watchdog:
 
     def __init__(
         self,
-        replicas: Callable[[], "Sequence[Engine]"],
+        replicas: Callable[[], Sequence[Watched]],
         *,
         on_death: Callable[[int], None] = lambda number: None,
         clock: Callable[[], float] = time.monotonic,
@@ -88,7 +106,7 @@ class Watchdog:
             seen.stalled_s += passed_s
             self._judge(engine, seen)
 
-    def _judge(self, engine: "Engine", seen: "_Seen") -> None:
+    def _judge(self, engine: Watched, seen: "_Seen") -> None:
         allowed_s = engine.allowed_s
         if seen.stalled_s >= allowed_s and not engine.red:
             engine.red = True
@@ -121,7 +139,7 @@ class _Seen:
 
     __slots__ = ("engine", "stalled_s", "turn")
 
-    def __init__(self, engine: "Engine", turn: int) -> None:
+    def __init__(self, engine: Watched, turn: int) -> None:
         self.engine = engine
         self.turn = turn
         self.stalled_s = 0.0

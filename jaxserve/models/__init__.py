@@ -25,11 +25,12 @@ from jaxserve.config.model_path import resolve_model_path
 from jaxserve.models.checkpoint import Checkpoint, check_described, configured_checkpoint, read_checkpoint
 from jaxserve.models.decoder import Decoder
 from jaxserve.models.decoder_config import DecoderConfig
-from jaxserve.models.family import FAMILIES, Family, Rule
+from jaxserve.models.family import FAMILIES, Family
 from jaxserve.models.loading import LoadedModel, PlannedModel, decoder_config, load_model, plan_model
 from jaxserve.models.partition import Partition
 from jaxserve.models.sharding import TENSOR_PARALLEL, spec_for
 from jaxserve.models.trainable import TrainableDecoder, TrainableTower, load_trainable, load_trainable_tower
+from jaxserve.models.weight_rules import Rule
 
 __all__ = [
     "FAMILIES",

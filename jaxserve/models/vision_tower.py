@@ -17,11 +17,11 @@ from flax import nnx
 from jaxtyping import Array, DTypeLike, Float, Int, UInt8
 
 from jaxserve.models.decoder_config import MlpSpec, NormSpec
-from jaxserve.models.family import Rule
 from jaxserve.models.hf_config import HfConfig
 from jaxserve.models.layers import Mlp, Norm, Projection, total
 from jaxserve.models.rope import RopeTable, rotate
 from jaxserve.models.sharding import WHOLE, param
+from jaxserve.models.weight_rules import Rule
 
 Attend = Callable[[Float[Array, "P N H"], Float[Array, "P N H"], Float[Array, "P N H"]], Float[Array, "P N H"]]
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from jaxserve.errors import CheckpointError
 from jaxserve.models.decoder_config import Block, DecoderConfig
-from jaxserve.models.family import PARTS, Family, Part, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.layout import Pattern, pattern_of
 from jaxserve.models.sharding import Axes
+from jaxserve.models.weight_rules import PARTS, Part, Rule
 
 _NUMBER = re.compile(r"\d+")
 # Names that carry nothing a decoder computes with, in files of any family: tables of rotation and of positions, which

@@ -1,11 +1,11 @@
 """The slots of LoRA adapters on the devices: their arrays, what a step reads of them, and the write of one slot.
 
-The arrays are a part of `DeviceState`, and only where the engine takes adapters: without, a step has no line of this.
+The arrays are a part of the state on the device, and only where the engine takes adapters: without, a step has no line
+of this.
 """
 
-import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,6 @@ from jaxserve.kernels.low_rank import SlotArrays, TokenSlots
 from jaxserve.models.adapters.slots import ProjectionForm, Slot, Slots, by_layer, slot_shapes, slot_specs
 from jaxserve.models.decoder import Adapters
 from jaxserve.runtime.row_state import NUM_ROW_FIELDS, Field
-
-if TYPE_CHECKING:
-    from jaxserve.runtime.step import DeviceState
 
 
 class AdapterSizes(NamedTuple):
@@ -80,14 +77,12 @@ def step_adapters(slots: Slots | None, params: Int[Array, "R F"], token_rows: In
     return {"adapters": Adapters(layers=slots, slots=TokenSlots.of(of_token, num_slots))}
 
 
-def write_adapter(state: "DeviceState", slot: Int[Array, ""], weights: Slot) -> "DeviceState":
-    """Puts the weights of an adapter into a slot. DONATES state."""
-    assert state.adapters is not None, "the engine takes no adapters"
-    written = tuple(
+def write_adapter(slots: Slots, slot: Int[Array, ""], weights: Slot) -> Slots:
+    """Puts the weights of an adapter into a slot. DONATES slots."""
+    return tuple(
         {name: arrays.written(slot, one[name]) for name, arrays in layer.items()}
-        for layer, one in zip(state.adapters, weights, strict=True)
+        for layer, one in zip(slots, weights, strict=True)
     )
-    return dataclasses.replace(state, adapters=written)
 
 
 class AdapterWriter:
@@ -98,9 +93,9 @@ class AdapterWriter:
         self._write = write
         self._shardings = shardings
 
-    def write(self, state: "DeviceState", slot: jax.Array, weights: object) -> "DeviceState":
-        """The state with the adapter in the slot."""
-        return self._write(state, slot, jax.device_put(weights, self._shardings))
+    def write(self, slots: Slots, slot: jax.Array, weights: object) -> Slots:
+        """The slots of the state with the adapter in one of them. DONATES slots."""
+        return self._write(slots, slot, jax.device_put(weights, self._shardings))
 
 
 def slot_shardings(adapters: AdapterSizes, mesh: Any) -> Any:

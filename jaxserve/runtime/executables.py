@@ -386,8 +386,8 @@ def make_jobs(
             sizes.adapters.shapes(stage.dtype),
             slot_shardings(sizes.adapters, stage.mesh),
         )
-        write = on_mesh(write_adapter, stage.mesh, (specs, whole, sizes.adapters.specs), specs)
-        args = (state, array(np.int32), weights)
+        write = on_mesh(write_adapter, stage.mesh, (specs.adapters, whole, sizes.adapters.specs), specs.adapters)
+        args = (state.adapters, array(np.int32), weights)
         moves.append(Job(name="write_adapter", fn=write, args=args, donate=(0,), options=options))
     if move_counts:
         sharding = packed_sharding(stage)

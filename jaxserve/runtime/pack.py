@@ -32,20 +32,16 @@ Models that take pictures have further sections (`picture_inputs`).
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jaxserve.runtime.row_state import NO_TOKEN
+from jaxserve.runtime.picture_inputs import PictureRows, PictureSizes
+from jaxserve.runtime.row_state import FROM_DEVICE, NO_TOKEN
 from jaxserve.sched.plan import Bucket, Chunk, PageGrant, StepPlan
 
-if TYPE_CHECKING:
-    from jaxserve.runtime.picture_inputs import PictureRows, PictureSizes
-
-FROM_DEVICE = -1  # follows from `last_token[row]` and `length[row]`, which only the device knows so far
 NO_TARGET = -1
 NUM_STOPS = 4  # tokens by which the device itself ends a row within a step; the host sees to further ones
 
@@ -70,7 +66,7 @@ class Layout:
         num_params: int,
         page_size: int,
         num_groups: int,
-        pictures: "PictureSizes | None" = None,
+        pictures: PictureSizes | None = None,
     ) -> "Layout":
         tokens, rows, decode_only = bucket[:3]
         # In each group a row that decodes takes a page at most for a token; chunks take one per page of their tokens
@@ -190,7 +186,7 @@ def pack(
     row_stops: np.ndarray,
     row_tokens: dict[int, np.ndarray],
     grants: tuple[PageGrant, ...],
-    pictures: "PictureRows | None" = None,
+    pictures: PictureRows | None = None,
 ) -> np.ndarray:
     """Writes `plan` into a new buffer [layout.size] int32.
 

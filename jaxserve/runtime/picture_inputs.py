@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.content import PlacedPicture
 from jaxserve.models.decoder import PictureInputs
-from jaxserve.runtime.pack import FROM_DEVICE
+from jaxserve.runtime.row_state import FROM_DEVICE
 from jaxserve.sched.plan import Bucket, EncoderPool, RowSetup, StepPlan
 
 NO_SLOT = -1

@@ -33,9 +33,9 @@ from jaxserve.runtime.adapters import step_adapters
 from jaxserve.runtime.attention_batches import group_batches
 from jaxserve.runtime.drafter import Asked, Body, Drafter, Fed
 from jaxserve.runtime.drafting import DrafterState
-from jaxserve.runtime.pack import FROM_DEVICE, Layout, RoundsInputs, table_line, unpack_rounds
+from jaxserve.runtime.pack import Layout, RoundsInputs, table_line, unpack_rounds
 from jaxserve.runtime.picture_inputs import picture_inputs
-from jaxserve.runtime.row_state import NO_TOKEN, Field, SamplingState
+from jaxserve.runtime.row_state import FROM_DEVICE, NO_TOKEN, Field, SamplingState
 from jaxserve.runtime.sampling import choose_tokens, write_tokens
 from jaxserve.runtime.step_output import NOT_TAKEN, StepOutput
 from jaxserve.sched.plan import PageGroup

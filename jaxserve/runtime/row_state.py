@@ -21,6 +21,7 @@ from jaxserve.api import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_ST
 from jaxserve.models.sharding import WHOLE, Shards
 from jaxserve.sched.plan import RowSetup, reads_history
 
+FROM_DEVICE = -1  # follows from `last_token[row]` and `length[row]`, which only the device knows so far
 NO_TOKEN = 2**31 - 1  # fills unused slots: as an index it is out of every range, so scatters drop it
 ANY_TOKEN = -1  # fills the front of a bad word: matches any token
 MAX_COUNT = 2**15 - 1  # counts of output tokens saturate here

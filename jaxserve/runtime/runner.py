@@ -49,7 +49,6 @@ from jaxserve.sched.plan import (
     Drafted,
     Encode,
     Limits,
-    PageCopy,
     PageLoad,
     PageSave,
     RowMask,
@@ -297,10 +296,11 @@ class DeviceRunner:
         """Launches the step and returns at once. Raises MissingBucket when no compiled shape fits."""
         parts = split_plan(plan, self._num_parts)
         buckets = [self._bucket(part) for part in parts]
-        own = self._here[0].executables
+        own, no_row = self._here[0].executables, self._limits.max_rows
         if plan.freed_rows and own.leave_rows is not None:
             prompt_lens = self._row_params[list(plan.freed_rows), Field.PROMPT_LEN].tolist()
-            self._write_rows(own.leave_rows, list(zip(plan.freed_rows, prompt_lens, strict=True)))
+            rows = list(zip(plan.freed_rows, prompt_lens, strict=True))
+            self._launch(self._here, lambda of: of.leave_rows, rows, slots=ROW_SLOTS, blank=no_row)
         for row in plan.freed_rows:
             self._forget(row)
         for setup in plan.setups:
@@ -308,18 +308,20 @@ class DeviceRunner:
         if plan.setups and own.enter_rows is not None:
             halves = [np.array([setup.origin], "<u8").view("<i4").tolist() for setup in plan.setups]
             rows = [(setup.row, *half) for setup, half in zip(plan.setups, halves, strict=True)]
-            self._write_rows(own.enter_rows, rows)
+            self._launch(self._here, lambda of: of.enter_rows, rows, slots=ROW_SLOTS, blank=no_row)
         if plan.setups and own.tell_tokens is not None:
-            self._tell_tokens(plan)
+            told = _told_tokens(plan)
+            self._launch(self._here, lambda of: of.tell_tokens, told, slots=TOLD_SLOTS, blank=no_row)
         if plan.adapters:
             self._load_adapters(plan.adapters)
         if self._slots is not None:
             self._save_pages(self._slots, plan.saves)
             self._load_pages(self._slots, plan.loads)
         if plan.copies:
-            self._copy_pages(plan.copies)
+            self._launch(self._here, lambda of: of.copy_pages, plan.copies, slots=COPY_SLOTS)
         if plan.masks:
-            self._write_masks(plan.masks)
+            lines, no_line = self._mask_lines(plan.masks), no_row * self._num_places
+            self._launch(self._stages[-1:], lambda of: of.write_masks, lines, slots=MASK_SLOTS, blank=no_line)
         if plan.encodes:
             self._encode(plan.encodes)
         buffers: list[np.ndarray] = []
@@ -327,7 +329,7 @@ class DeviceRunner:
             layout = self._layouts[bucket]
             grants, rest = split_grants(part.grants, layout.max_grants, layout.max_rows)
             if rest:
-                self._write_tables(rest)
+                self._launch(self._here, lambda of: of.write_tables, rest, slots=TABLE_SLOTS, blank=no_row)
             buffer = pack(part, layout, self._row_params, self._row_stops, self._row_prompts, grants, self._pictures)
             self._on_buffer(buffer)
             buffers.append(buffer)
@@ -436,7 +438,9 @@ class DeviceRunner:
         for load in loads:
             assert load.adapter is not None, f"the adapter {load.name!r} came without its weights"
             slot = np.int32(load.slot)
-            stage.state = writer.write(stage.state, self._put(slot, stage), load.adapter.weights)
+            assert stage.state.adapters is not None, "the writer writes into these"
+            written = writer.write(stage.state.adapters, self._put(slot, stage), load.adapter.weights)
+            stage.state = dataclasses.replace(stage.state, adapters=written)
 
     def _encode(self, encodes: tuple[Encode, ...]) -> None:
         """Puts the embeddings of each picture into the pool: from the tower, or from host memory."""
@@ -458,51 +462,40 @@ class DeviceRunner:
             write = first.executables.write_embeddings[len(lines)]
             first.state = write(first.state, embeddings, self._put(lines, first))
 
-    def _write_tables(self, entries: list[tuple[int, int, int]]) -> None:
-        for start in range(0, len(entries), TABLE_SLOTS):
-            block = np.full((TABLE_SLOTS, 3), (self._limits.max_rows, 0, 0), np.int32)
-            part = entries[start : start + TABLE_SLOTS]
-            block[: len(part)] = part
-            self._on_buffer(block)
-            for stage in self._here:
-                stage.state = stage.executables.write_tables(stage.state, self._put(block, stage))
+    def _mask_lines(self, masks: tuple[RowMask, ...]) -> np.ndarray:
+        """Line of the masks on the device, and the mask: int32 [masks, 1 + words of the vocabulary]."""
+        lines = np.zeros((len(masks), 1 + mask_words(self._vocab_size)), np.int32)
+        for line, mask in zip(lines, masks, strict=True):
+            words = np.frombuffer(mask.mask, "<i4")
+            line[0] = mask.row * self._num_places + mask.place
+            line[1 : 1 + len(words)] = words
+        return lines
 
-    def _write_rows(self, write: jax.stages.Compiled, lines: Sequence[tuple[int, ...]]) -> None:
-        """Launches `enter_rows` or `leave_rows` as often as these lines take."""
-        [stage] = self._here
-        for start in range(0, len(lines), ROW_SLOTS):
-            block = np.zeros((ROW_SLOTS, len(lines[0])), np.int32)
-            block[:, 0] = self._limits.max_rows
-            part = lines[start : start + ROW_SLOTS]
-            block[: len(part)] = part
-            self._on_buffer(block)
-            stage.state = write(stage.state, self._put(block, stage))
+    def _launch(
+        self,
+        stages: Sequence[Stage | None],
+        program: Callable[[Executables], jax.stages.Compiled | None],
+        lines: Sequence[tuple[int, ...]] | np.ndarray,
+        *,
+        slots: int,
+        blank: int = 0,
+    ) -> None:
+        """Launches a program that changes the state of `stages` as often as these lines take, `slots` in each launch.
 
-    def _tell_tokens(self, plan: StepPlan) -> None:
-        """Tells the drafter the tokens of new rows that are in their pages already."""
-        starts = {chunk.row: chunk.start for chunk in reversed(plan.chunks)}  # a row's first chunk counts
-        told = [
-            (setup.row, position, token_id)
-            for setup in plan.setups
-            for position, token_id in enumerate(setup.token_ids[: starts[setup.row]])
-        ]
-        [stage] = self._here
-        for start in range(0, len(told), TOLD_SLOTS):
-            block = np.full((TOLD_SLOTS, 3), (self._limits.max_rows, 0, 0), np.int32)
-            part = told[start : start + TOLD_SLOTS]
+        `blank`: the first number of a line that changes nothing; its others are 0. The buffers go to the followers
+        whether or not a stage is in this process.
+        """
+        for start in range(0, len(lines), slots):
+            block = np.zeros((slots, len(lines[0])), np.int32)
+            block[:, 0] = blank
+            part = lines[start : start + slots]
             block[: len(part)] = part
             self._on_buffer(block)
-            assert stage.executables.tell_tokens is not None
-            stage.state = stage.executables.tell_tokens(stage.state, self._put(block, stage))
-
-    def _copy_pages(self, copies: tuple[PageCopy, ...]) -> None:
-        for start in range(0, len(copies), COPY_SLOTS):
-            block = np.zeros((COPY_SLOTS, 2), np.int32)
-            part = copies[start : start + COPY_SLOTS]
-            block[: len(part)] = part
-            self._on_buffer(block)
-            for stage in self._here:
-                stage.state = stage.executables.copy_pages(stage.state, self._put(block, stage))
+            for stage in stages:
+                if stage is not None:
+                    change = program(stage.executables)
+                    assert change is not None, "this stage has the program"
+                    stage.state = change(stage.state, self._put(block, stage))
 
     def _save_pages(self, slots: SlotBytes, saves: tuple[PageSave, ...]) -> None:
         for part, ids in self._launches(saves, [save.page_id for save in saves]):
@@ -560,21 +553,6 @@ class DeviceRunner:
         self._limits = dataclasses.replace(self._limits, slots=moved)
         return self._limits
 
-    def _write_masks(self, masks: tuple[RowMask, ...]) -> None:
-        last = self._stages[-1]
-        for start in range(0, len(masks), MASK_SLOTS):
-            block = np.zeros((MASK_SLOTS, 1 + mask_words(self._vocab_size)), np.int32)
-            block[:, 0] = self._limits.max_rows * self._num_places
-            for line, mask in enumerate(masks[start : start + MASK_SLOTS]):
-                words = np.frombuffer(mask.mask, "<i4")
-                block[line, 0] = mask.row * self._num_places + mask.place
-                block[line, 1 : 1 + len(words)] = words
-            self._on_buffer(block)
-            if last is not None:
-                write = last.executables.write_masks
-                assert write is not None, "the last stage samples"
-                last.state = write(last.state, self._put(block, last))
-
     def _put(self, array: np.ndarray | np.int32 | jax.Array, stage: Stage) -> jax.Array:
         if stage.sharding.is_fully_addressable:
             return jax.device_put(array, stage.sharding)
@@ -585,6 +563,16 @@ class DeviceRunner:
         array = np.asarray(array)
         shards = [jax.device_put(array, device) for device in sorted(stage.sharding.addressable_devices, key=_number)]
         return jax.make_array_from_single_device_arrays(array.shape, stage.sharding, shards)
+
+
+def _told_tokens(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """The tokens of new rows that are in their pages already, for the drafter: row, position and token."""
+    starts = {chunk.row: chunk.start for chunk in reversed(plan.chunks)}  # a row's first chunk counts
+    return [
+        (setup.row, position, token_id)
+        for setup in plan.setups
+        for position, token_id in enumerate(setup.token_ids[: starts[setup.row]])
+    ]
 
 
 def is_full(error: Exception) -> bool:

@@ -25,10 +25,10 @@ from jaxserve.runtime.adapters import step_adapters
 from jaxserve.runtime.attention_batches import attention_batches
 from jaxserve.runtime.drafter import Body, Drafter, Fed
 from jaxserve.runtime.drafting import DrafterState, LearnsFromAnswers
-from jaxserve.runtime.pack import FROM_DEVICE, Layout, StepInputs, unpack
+from jaxserve.runtime.pack import Layout, StepInputs, unpack
 from jaxserve.runtime.picture_inputs import picture_inputs
 from jaxserve.runtime.rounds import RoundsStep, Rows
-from jaxserve.runtime.row_state import Field, SamplingState
+from jaxserve.runtime.row_state import FROM_DEVICE, Field, SamplingState
 from jaxserve.runtime.sampling import prompt_logprobs, sample
 from jaxserve.runtime.step_output import StepOutput
 from jaxserve.sched.plan import PageGroup

@@ -11,9 +11,9 @@ import grpc
 
 from jaxserve.api import FinishReason, Pooling, Request
 from jaxserve.engine import AnyEngine, AsyncEngine, Engine, pooling_params
-from jaxserve.engine.base import refusal_of
 from jaxserve.engine.daemon_threads import DaemonThreads
 from jaxserve.engine.exchanging import Exchanger
+from jaxserve.engine.refusals import refusal_of
 from jaxserve.errors import Draining, EngineStopped, InvalidRequest, QueueFull, UnsupportedOption
 from jaxserve.kv.leases import LeaseName
 from jaxserve.serve.convert import refuse_unknown_fields

@@ -19,7 +19,7 @@ import grpc
 from jaxserve.api import NO_OPTIONS, FinishReason, PromptInfo, Request, RequestOptions, SamplingParams, shown_id
 from jaxserve.content import Picture, PlacedPicture
 from jaxserve.engine import Load, ModelInfo, Prompt, Sink, Update, prepare_request
-from jaxserve.engine.base import NOTHING_PENDING, Pending
+from jaxserve.engine.load import NOTHING_PENDING, Pending
 from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.engine.waiting import queue_full
 from jaxserve.errors import EngineStopped, InvalidRequest, JaxserveError, UnsupportedOption

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from jaxserve.config.addresses import address_of
 from jaxserve.config.schema import ServeConfig
 from jaxserve.engine import AnyEngine, AsyncEngine, CacheControl
-from jaxserve.engine.base import reason_of
+from jaxserve.engine.refusals import reason_of
 from jaxserve.errors import ConfigError, EngineStopped, StepStalled
 from jaxserve.sched.ladder import Rung
 from jaxserve.serve.adapters import AdapterOrders

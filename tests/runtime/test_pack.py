@@ -4,7 +4,8 @@ import jax
 import numpy as np
 
 from jaxserve.runtime.attention_batches import attention_batches
-from jaxserve.runtime.pack import FROM_DEVICE, NO_TARGET, Layout, pack, split_grants, unpack
+from jaxserve.runtime.pack import NO_TARGET, Layout, pack, split_grants, unpack
+from jaxserve.runtime.row_state import FROM_DEVICE
 from jaxserve.sched.plan import Bucket, Chunk, PageGrant, PageGroup, PoolSpan, StepPlan
 
 MAX_ROWS = 6

@@ -18,9 +18,9 @@ from jaxserve.api import SamplingParams
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
 from jaxserve.models.sharding import WHOLE
 from jaxserve.runtime.drafter import FromTokens
-from jaxserve.runtime.pack import FROM_DEVICE, Layout
+from jaxserve.runtime.pack import Layout
 from jaxserve.runtime.rounds import RoundsStep, Rows
-from jaxserve.runtime.row_state import NUM_ROW_FIELDS, encode_row, init_sampling_state
+from jaxserve.runtime.row_state import FROM_DEVICE, NUM_ROW_FIELDS, encode_row, init_sampling_state
 from jaxserve.runtime.sampling_draw import draw
 from jaxserve.sched.plan import Bucket, PageGroup, RowSetup
 

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from jaxserve.kernels.low_rank import LowRank, SlotArrays
-from jaxserve.models.family import PARTS, Part
 from jaxserve.models.loading import split_abstract
 from jaxserve.models.partition import Partition
 from jaxserve.models.sharding import TENSOR_PARALLEL, Axes, arrays_of, axes_of, spec_for
+from jaxserve.models.weight_rules import PARTS, Part
 from jaxserve.models.weights import Path
 
 _NUM_IN = {"qkv": 1, "out": 2, "gate_up": 1, "up": 1, "down": 1}  # axes that a product sums over, the last ones

@@ -21,10 +21,11 @@ from jaxserve.models.drafts.eagle import EagleHead
 from jaxserve.models.drafts.medusa import MedusaHead
 from jaxserve.models.drafts.reading import HeadFiles, open_head, read_head_config
 from jaxserve.models.families import llama
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.partition import Partition
 from jaxserve.models.shard_reading import block_reader, checked_tensors, shard_reader
 from jaxserve.models.sharding import arrays_of, axes_of, shardings_for, with_leaves
+from jaxserve.models.weight_rules import Rule
 from jaxserve.models.weights import Path, Piece, plan_weights
 
 IDS_PATH: Path = ("vocabulary", "ids")

@@ -4,8 +4,9 @@ Its tensor names are those of Megatron, which Falcon has too.
 """
 
 from jaxserve.models.decoder_config import AlibiConfig, DecoderConfig, EmbeddingSpec, LayerSpec, MlpSpec
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_layer_norm
+from jaxserve.models.weight_rules import Rule
 
 _LAYER, _TARGET = "transformer.h.{layer}", "layers.{layer}"
 _QKV = "(kv_heads slots head_dim)"

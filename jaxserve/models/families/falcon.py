@@ -11,8 +11,9 @@ the oracle.
 
 from jaxserve.models.decoder_config import AlibiConfig, Block, DecoderConfig, LayerSpec, MlpSpec
 from jaxserve.models.families import bloom
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_layer_norm, read_max_position, read_rope
+from jaxserve.models.weight_rules import Rule
 
 _LAYER, _TARGET = "transformer.h.{layer}", "layers.{layer}"
 _ONE_NORM = (Block.SEQUENTIAL, Block.SHARED)

@@ -7,8 +7,9 @@ import dataclasses
 
 from jaxserve.models.decoder_config import DecoderConfig, NormPlace
 from jaxserve.models.families import gemma, llama, olmo2
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_layer_types
+from jaxserve.models.weight_rules import Rule
 
 _LAYER = "model.layers.{layer}"
 NORMS = (

@@ -4,8 +4,9 @@ Published files leave the `transformer.` of tensor names out, and hold the causa
 """
 
 from jaxserve.models.decoder_config import DecoderConfig, EmbeddingSpec, LayerSpec, MlpSpec
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_layer_norm
+from jaxserve.models.weight_rules import Rule
 
 _LAYER, _TARGET = "transformer.h.{layer}", "layers.{layer}"
 # Heads have no groups here, so the slots of a head are its query, its key and its value.

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.models.decoder_config import DecoderConfig, LayerSpec, MlpSpec, NormSpec, RopeConfig
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_max_position, read_rope
+from jaxserve.models.weight_rules import Rule
 
 _LAYER = "model.layers.{layer}"
 _ATTENTION, _MLP = "layers.{layer}.attention", "layers.{layer}.mlp"

@@ -14,11 +14,12 @@ from jaxtyping import Array, DTypeLike, Float, UInt8
 from jaxserve.kernels.activations import ACTIVATIONS
 from jaxserve.models.decoder_config import DecoderConfig, MlpSpec, NormKind, NormSpec
 from jaxserve.models.families import llama
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig
 from jaxserve.models.layers import Norm, Projection
 from jaxserve.models.sharding import param
 from jaxserve.models.vision_tower import TowerConfig, TowerFamily, VisionTower, full_attention
+from jaxserve.models.weight_rules import Rule
 
 _CLIP = "vision_tower.vision_model"
 _BLOCK, _TARGET = f"{_CLIP}.encoder.layers.{{layer}}", "blocks.{layer}"

@@ -5,8 +5,9 @@ Also the rules and the reader that other families with experts share.
 
 from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec
 from jaxserve.models.families import llama
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_rope
+from jaxserve.models.weight_rules import Rule
 
 _MOE, _MLP = "model.layers.{layer}.block_sparse_moe", "layers.{layer}.mlp"
 WEIGHTS = (

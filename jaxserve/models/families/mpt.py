@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from jaxserve.models.decoder_config import AlibiConfig, DecoderConfig, LayerSpec, MlpSpec
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_layer_norm
+from jaxserve.models.weight_rules import Rule
 
 _ARCHITECTURE = "MptForCausalLM"
 _LAYER, _TARGET = "transformer.blocks.{layer}", "layers.{layer}"

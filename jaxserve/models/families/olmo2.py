@@ -8,8 +8,9 @@ import dataclasses
 
 from jaxserve.models.decoder_config import DecoderConfig, NormPlace, NormSpec, QkNorm
 from jaxserve.models.families import llama
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig
+from jaxserve.models.weight_rules import Rule
 
 _LAYER = "model.layers.{layer}"
 _ATTENTION = "layers.{layer}.attention"

@@ -12,8 +12,9 @@ from jaxserve.models.decoder_config import (
     NormPlace,
     NormSpec,
 )
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig
+from jaxserve.models.weight_rules import Rule
 
 _OFFSET = 2  # rows of the table of positions before that of position 0
 _LAYER, _TARGET = "model.decoder.layers.{layer}", "layers.{layer}"

@@ -5,8 +5,9 @@ Only a part of each head turns. Norms are over mean and variance, and everything
 
 from jaxserve.models.decoder_config import Block, DecoderConfig, LayerSpec, MlpSpec, NormKind, NormSpec, QkNorm
 from jaxserve.models.families import llama
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_max_position, read_rope
+from jaxserve.models.weight_rules import Rule
 
 _LAYER, _OURS = "model.layers.{layer}", "layers.{layer}"
 _ATTENTION = f"{_LAYER}.self_attn"

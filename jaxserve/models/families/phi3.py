@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.families import llama
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_rope
+from jaxserve.models.weight_rules import Rule
 
 _LAYER, _OURS = "model.layers.{layer}", "layers.{layer}"
 _QKV, _QKV_PARTS = f"{_LAYER}.self_attn.qkv_proj.weight", ("q", "k", "v")

@@ -24,7 +24,7 @@ from jaxserve.models.families.qwen2_vl import (
     read_theta,
     read_vision,
 )
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig
 from jaxserve.models.vision_tower import (
     Merger,
@@ -36,6 +36,7 @@ from jaxserve.models.vision_tower import (
     grid_positions,
     window_attention,
 )
+from jaxserve.models.weight_rules import Rule
 
 _BLOCK, _MLP = "visual.blocks.{layer}", "blocks.{layer}.mlp"
 _WEIGHTS = (

@@ -7,8 +7,9 @@ import dataclasses
 
 from jaxserve.models.decoder_config import DecoderConfig, ExpertSpec
 from jaxserve.models.families import llama, mixtral
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_layer_windows
+from jaxserve.models.weight_rules import Rule
 
 _HF, _MLP = "model.layers.{layer}.mlp", "layers.{layer}.mlp"
 WEIGHTS = (

@@ -13,7 +13,7 @@ from jaxtyping import Array, DTypeLike, Float, UInt8
 
 from jaxserve.models.decoder_config import DecoderConfig, MlpSpec, NormKind, NormSpec, RopeConfig
 from jaxserve.models.families import llama
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_layer_windows, rope_of
 from jaxserve.models.vision_tower import (
     Merger,
@@ -24,6 +24,7 @@ from jaxserve.models.vision_tower import (
     full_attention,
     grid_positions,
 )
+from jaxserve.models.weight_rules import Rule
 
 _BLOCK, _TARGET = "visual.blocks.{layer}", "blocks.{layer}"
 PATCHES = Rule("visual.patch_embed.proj.weight", "patches.kernel", "embed channel frame row column")

@@ -5,8 +5,9 @@ The weight table is Llama's with two more rows.
 
 from jaxserve.models.decoder_config import DecoderConfig, QkNorm
 from jaxserve.models.families import llama
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_layer_windows
+from jaxserve.models.weight_rules import Rule
 
 _ATTENTION = "model.layers.{layer}.self_attn"
 QK_NORMS = (

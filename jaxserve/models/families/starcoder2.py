@@ -5,8 +5,9 @@ A sliding window, where there is one, is on all layers.
 
 from jaxserve.models.decoder_config import DecoderConfig, LayerSpec, MlpSpec, NormKind, NormSpec
 from jaxserve.models.families import llama
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
 from jaxserve.models.hf_config import HfConfig, read_max_position, read_rope
+from jaxserve.models.weight_rules import Rule
 
 _LAYER, _OURS = "model.layers.{layer}", "layers.{layer}"
 WEIGHTS = (

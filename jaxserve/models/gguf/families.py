@@ -20,7 +20,8 @@ from jaxserve.models.families import (
     qwen3_moe,
     starcoder2,
 )
-from jaxserve.models.family import Family, Rule
+from jaxserve.models.family import Family
+from jaxserve.models.weight_rules import Rule
 
 _HF_LAYER, _LAYER, _MLP = "model.layers.{layer}.", "blk.{layer}.", "layers.{layer}.mlp"
 

@@ -17,10 +17,10 @@ from jaxserve.config.schema import ModelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.block_codes import SPAN
 from jaxserve.kernels.storage import FLOAT, Arithmetic, Storage
-from jaxserve.models.family import Part
 from jaxserve.models.quantised.choosing import modules_of
 from jaxserve.models.quantised.scheme import Module, ModuleKind, Scheme
 from jaxserve.models.sharding import Axes
+from jaxserve.models.weight_rules import Part
 from jaxserve.models.weights import Path, Piece
 
 _GROUP = 128  # of codes of four bits that are rounded at load
