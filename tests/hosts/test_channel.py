@@ -1,7 +1,6 @@
 """Both ends of the plan channel over real sockets, in one process."""
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -265,8 +264,10 @@ def test_a_step_that_hangs_while_all_answer() -> None:
 def serving_frames(
     frames: list[Frame], *, then_silent: bool = False, damage: Callable[[bytes], bytes] = bytes
 ) -> Iterator[str]:
-    """A process 0 that admits whoever asks and says just this; the last frame is damaged on its way."""
-    done = threading.Event()
+    """A process 0 that admits whoever asks and says just this; the last frame is damaged on its way.
+
+    `then_silent`: the connection stays until the other end closes it.
+    """
 
     def attend(incoming: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         answering = Answering(TRUST.secret, next(incoming))
@@ -277,7 +278,8 @@ def serving_frames(
         sealed = [session.seal(frame) for frame in frames]
         yield from [*sealed[:-1], *map(damage, sealed[-1:])]
         if then_silent:
-            done.wait(WAIT_S)
+            for _ in incoming:
+                pass
 
     server = grpc.server(ThreadPoolExecutor(2))
     handler = grpc.method_handlers_generic_handler(
@@ -289,7 +291,6 @@ def serving_frames(
     try:
         yield f"127.0.0.1:{port}"
     finally:
-        done.set()
         server.stop(0).wait(WAIT_S)
 
 

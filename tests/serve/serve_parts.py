@@ -324,6 +324,11 @@ def connect(parts: Served) -> Client:
     return Client(parts.address, retries=ONE_CALL)
 
 
+def lines_told(stderr: str) -> list[str]:
+    """What a server in a process wrote there, but for warnings that the machine was too busy to run its event loop."""
+    return [line for line in stderr.splitlines() if not line.startswith("the event loop was held up")]
+
+
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     """Waits for something that another thread does."""
     start_s = time.monotonic()

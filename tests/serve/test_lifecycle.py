@@ -21,6 +21,7 @@ from serve_parts import (
     WAIT_S,
     Served,
     connect,
+    lines_told,
     serve_bytes,
     serve_slowly,
     served,
@@ -355,7 +356,7 @@ def test_a_signal_drains_and_the_process_exits_with_0(number: signal.Signals) ->
         replies += running
         assert replies[-1].finish_reason == pb.FINISH_REASON_LENGTH
         out, err = process.communicate(timeout=WAIT_S)
-        assert (process.returncode, out, err) == (0, "", "")
+        assert (process.returncode, out, lines_told(err)) == (0, "", [])
 
 
 def test_probes_while_it_drains_and_a_second_signal_that_stops_at_once() -> None:

@@ -13,7 +13,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from route_parts import fake_server
-from serve_parts import LONG, WAIT_S, connect, serve_bytes, serve_slowly, served, wait_until
+from serve_parts import LONG, ONE_CALL, WAIT_S, connect, serve_bytes, serve_slowly, served, wait_until
 
 from jaxserve.api import PromptInfo, Request, SamplingParams, TokenLogprobs
 from jaxserve.client import CallOptions, Client, RequestFailed, blocking
@@ -79,7 +79,7 @@ def test_a_server_that_vanishes_does_not_keep_a_client_for_ever(monkeypatch: pyt
     options = blocking.CHANNEL_OPTIONS
     assert set(short) <= {name for name, _ in options}
     monkeypatch.setattr(blocking, "CHANNEL_OPTIONS", tuple((name, short.get(name, value)) for name, value in options))
-    with fake_server(delay_s=0.02) as (process, address), Client(address) as client:
+    with fake_server(delay_s=0.02) as (process, address), Client(address, retries=ONE_CALL) as client:
         replies = client.generate("a", LONG)
 
         def read() -> None:

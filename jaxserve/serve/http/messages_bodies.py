@@ -30,6 +30,7 @@ from jaxserve.serve.http.requests import (
     NamedTool,
     Null,
     Only,
+    OtherThan,
     Temperature,
     TextPart,
     Tool,
@@ -129,7 +130,6 @@ _BLOCK_TYPES = (*_RESULT_TYPES[:4], "tool_use", "tool_result", "thinking", "tool
 
 class ForeignBlock(Foreign):
     place = Place.PART
-    others = (*_BLOCK_TYPES, "tool_reference")
 
 
 ResultBlock = Annotated[
@@ -138,7 +138,7 @@ ResultBlock = Annotated[
     | Annotated[DocumentBlock, pydantic.Tag("document")]
     | Annotated[SearchResultBlock, pydantic.Tag("search_result")]
     | Annotated[ToolReferenceBlock, pydantic.Tag("tool_reference")]
-    | Annotated[ForeignBlock, pydantic.Tag("foreign")],
+    | Annotated[ForeignBlock, OtherThan(*_RESULT_TYPES), pydantic.Tag("foreign")],
     pydantic.Discriminator(kind_of(_RESULT_TYPES, lambda kind, given: kind == "browser_state")),
 ]
 
@@ -201,7 +201,7 @@ InputBlock = Annotated[
     | Annotated[ThinkingBlock, pydantic.Tag("thinking")]
     | Annotated[ToolChangeBlock, pydantic.Tag("tool_addition")]
     | Annotated[ToolChangeBlock, pydantic.Tag("tool_removal")]
-    | Annotated[ForeignBlock, pydantic.Tag("foreign")],
+    | Annotated[ForeignBlock, OtherThan(*_BLOCK_TYPES, "tool_reference"), pydantic.Tag("foreign")],
     pydantic.Discriminator(kind_of(_BLOCK_TYPES, _is_foreign)),
 ]
 
@@ -227,7 +227,8 @@ class MessagesTool(Body):
 
 
 AnyMessagesTool = Annotated[
-    Annotated[MessagesTool, pydantic.Tag("custom")] | Annotated[ForeignTool, pydantic.Tag("foreign")],
+    Annotated[MessagesTool, pydantic.Tag("custom")]
+    | Annotated[ForeignTool, OtherThan("custom", "function"), pydantic.Tag("foreign")],
     pydantic.Discriminator(kind_of(("custom",), lambda kind, given: kind != "function")),
 ]
 ToolChange.model_rebuild()

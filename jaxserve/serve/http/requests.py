@@ -169,12 +169,8 @@ def _note(info: pydantic.ValidationInfo, *marks: Mark) -> None:
 
 
 class Foreign(Body):
-    """A tool, item or block that belongs to a provider, and is left out of the prompt. `name` is a tool's.
+    """A tool, item or block that belongs to a provider, and is left out of the prompt. `name` is a tool's."""
 
-    `others` are types that are not of a provider, for the document: any other object with a type may be one.
-    """
-
-    others: ClassVar[tuple[str, ...]]
     type: str
     name: str | None = None
 
@@ -188,19 +184,24 @@ class Foreign(Body):
         name = given.get("name")
         return {"type": kind, "name": name if isinstance(name, str) else None}
 
-    @classmethod
-    def __get_pydantic_json_schema__(
-        cls, core_schema: Any, handler: pydantic.GetJsonSchemaHandler
-    ) -> pydantic.json_schema.JsonSchemaValue:
-        document = handler.resolve_ref_schema(handler(core_schema))
-        document.pop("additionalProperties", None)
-        document["properties"] = {"type": {"type": "string", "not": {"enum": list(cls.others)}}}
-        return document
+
+class OtherThan:
+    """On the `Foreign` member of a union: for the document, any object whose type is none of `kinds` may be one.
+
+    They are those of the union, and those that its discriminator refuses.
+    """
+
+    def __init__(self, *kinds: str) -> None:
+        self.kinds = kinds
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
+        kind = {"type": "string", "not": {"enum": [*self.kinds]}}
+        words = "Belongs to a provider: left out of the prompt."
+        return {"type": "object", "description": words, "properties": {"type": kind}, "required": ["type"]}
 
 
 class ForeignTool(Foreign):
     place = Place.TOOL
-    others = ("function", "namespace", "allowed_tools", "custom")
 
 
 def kind_of(known: Sequence[str], foreign: Callable[[str, dict[str, Any]], bool]) -> Callable[[Any], str | None]:
@@ -446,7 +447,7 @@ class Tool(Body):
 
 
 AnyTool = Annotated[
-    Annotated[Tool, pydantic.Tag("function")] | Annotated[ForeignTool, pydantic.Tag("foreign")],
+    Annotated[Tool, pydantic.Tag("function")] | Annotated[ForeignTool, OtherThan("function"), pydantic.Tag("foreign")],
     pydantic.Discriminator(kind_of(("function",), lambda kind, given: True)),
 ]
 

@@ -35,6 +35,7 @@ from jaxserve.serve.http.requests import (
     NeutralFields,
     Null,
     Only,
+    OtherThan,
     Temperature,
     TextFormat,
     TextPart,
@@ -129,7 +130,6 @@ _ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning") 
 
 class ForeignItem(Foreign):
     place = Place.ITEM
-    others = _ITEM_TYPES
 
 
 # Items of tools and services of a provider; its calls and their results have names with these ends.
@@ -161,7 +161,7 @@ InputItem = Annotated[
     | Annotated[FunctionCallItem, pydantic.Tag("function_call")]
     | Annotated[FunctionCallOutputItem, pydantic.Tag("function_call_output")]
     | Annotated[ReasoningItem, pydantic.Tag("reasoning")]
-    | Annotated[ForeignItem, pydantic.Tag("foreign")],
+    | Annotated[ForeignItem, OtherThan(*_ITEM_TYPES), pydantic.Tag("foreign")],
     pydantic.Discriminator(kind_of(_ITEM_TYPES, _is_foreign)),
 ]
 
@@ -186,7 +186,8 @@ class NamespaceTool(Body):
     description: str | None = None
     tools: Many[
         Annotated[
-            Annotated[FunctionTool, pydantic.Tag("function")] | Annotated[ForeignTool, pydantic.Tag("foreign")],
+            Annotated[FunctionTool, pydantic.Tag("function")]
+            | Annotated[ForeignTool, OtherThan("function"), pydantic.Tag("foreign")],
             pydantic.Discriminator(kind_of(("function",), lambda kind, given: True)),
         ]
     ]
@@ -199,7 +200,7 @@ class NamespaceTool(Body):
 AnyResponsesTool = Annotated[
     Annotated[FunctionTool, pydantic.Tag("function")]
     | Annotated[NamespaceTool, pydantic.Tag("namespace")]
-    | Annotated[ForeignTool, pydantic.Tag("foreign")],
+    | Annotated[ForeignTool, OtherThan("function", "namespace"), pydantic.Tag("foreign")],
     pydantic.Discriminator(kind_of(("function", "namespace"), lambda kind, given: True)),
 ]
 
@@ -235,7 +236,7 @@ class AllowedFunctions(Body):
         Annotated[
             Annotated[ChosenFunction, pydantic.Tag("function")]
             | Annotated[ChosenNamespace, pydantic.Tag("namespace")]
-            | Annotated[ChosenForeignTool, pydantic.Tag("foreign")],
+            | Annotated[ChosenForeignTool, OtherThan("function", "namespace"), pydantic.Tag("foreign")],
             pydantic.Discriminator(_CHOICES),
         ]
     ]
@@ -244,7 +245,7 @@ class AllowedFunctions(Body):
 ToolChoice = Annotated[
     Annotated[ChosenFunction, pydantic.Tag("function")]
     | Annotated[AllowedFunctions, pydantic.Tag("allowed_tools")]
-    | Annotated[ChosenForeignTool, pydantic.Tag("foreign")],
+    | Annotated[ChosenForeignTool, OtherThan("function", "allowed_tools"), pydantic.Tag("foreign")],
     pydantic.Discriminator(kind_of(("function", "allowed_tools"), lambda kind, given: True)),
 ]
 

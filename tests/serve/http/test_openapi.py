@@ -7,16 +7,21 @@ know, no refusal of OpenAI's error shape, nothing accepted that the document for
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import pydantic
 import pytest
 from http_parts import ToolTokenizer, browse, http_served
 from serve_parts import Served
 
 from jaxserve.api import sampling_ranges
 from jaxserve.engine import Reranker
+from jaxserve.serve.http.messages_bodies import MessagesRequest
+from jaxserve.serve.http.requests import Body, ChatRequest
+from jaxserve.serve.http.responses_api_bodies import ResponsesRequest
 
 KEY = "sk-schemathesis"
 NUM_OPERATIONS = 27  # that are tested
@@ -141,3 +146,67 @@ def test_the_ranges_of_the_document_are_those_of_the_server(server: Served) -> N
                     error = client.post(path, json={**request, name: value}).json().get("error")
                     assert error is None or not re.match(rf"{name} is \S+, but must", error["message"]), (name, error)
     assert set(sampling_ranges()) - tested == set(), "a range that no field has"
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "a"}
+MESSAGE = {"role": "user", "content": "a"}
+TYPES = ("function", "namespace", "allowed_tools", "custom", "message", "function_call", "function_call_output", "text")
+TYPES += ("reasoning", "web_search", "web_search_call", "item_reference", "image", "document", "search_result")
+TYPES += ("tool_reference", "tool_use", "tool_result", "thinking", "tool_addition", "browser_state", "compaction")
+FIELDS = ({}, {"name": "a"}, {"name": 1, "function": {"name": "a"}, "input_schema": {}, "tools": []})
+
+
+def said(block: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": [block]}
+
+
+# Where an object stands whose `type` says what it is, and any of several types of others is left out.
+OBJECTS: dict[str, tuple[type[Body], Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "tools of a chat": (ChatRequest, lambda it: {"messages": [MESSAGE], "tools": [it]}),
+    "input of responses": (ResponsesRequest, lambda it: {"input": [it]}),
+    "tools of responses": (ResponsesRequest, lambda it: {"input": "a", "tools": [it]}),
+    "tools of a namespace": (
+        ResponsesRequest,
+        lambda it: {"input": "a", "tools": [{"type": "namespace", "name": "a", "tools": [it]}]},
+    ),
+    "a choice of responses": (ResponsesRequest, lambda it: {"input": "a", "tool_choice": it}),
+    "allowed tools": (
+        ResponsesRequest,
+        lambda it: {"input": "a", "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [it]}},
+    ),
+    "blocks": (MessagesRequest, lambda it: {"messages": [said(it)]}),
+    "results": (
+        MessagesRequest,
+        lambda it: {"messages": [said({**RESULT, "content": [it]})]},
+    ),
+    "tools of messages": (MessagesRequest, lambda it: {"messages": [MESSAGE], "tools": [it]}),
+    "a tool that comes": (
+        MessagesRequest,
+        lambda it: {
+            "messages": [
+                {"role": "user", "content": [{"type": "tool_addition", "tool": {"type": "a", "definition": it}}]}
+            ]
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("place", OBJECTS)
+def test_the_document_lists_each_type_that_is_accepted(server: Served, place: str) -> None:
+    body, request_with = OBJECTS[place]
+    with browse(server, authorization=f"Bearer {KEY}") as client:
+        schemas = client.get("/openapi.json").json()["components"]
+    document = jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{body.__name__}", "components": schemas})
+    accepted = set()
+    for kind in (*TYPES, "a type of tomorrow", None, 1):
+        for fields in FIELDS:
+            request = request_with({"type": kind, **fields})
+            if body is MessagesRequest:
+                request |= {"model": "fake", "max_tokens": 2}
+            try:
+                body.model_validate(request)
+            except pydantic.ValidationError:
+                continue
+            accepted.add(kind)
+            assert document.is_valid(request), request
+    assert accepted - {"function"}
