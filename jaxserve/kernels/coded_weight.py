@@ -43,6 +43,7 @@ class CodedWeight(Weight):
       arithmetic: of products.
       dtype: of rows that are looked up.
       cut_over: axes of the mesh over which devices have different inputs.
+      tied: rows are looked up in it beside products.
     """
 
     codes: Array
@@ -53,6 +54,12 @@ class CodedWeight(Weight):
     arithmetic: Arithmetic = dataclasses.field(metadata={"static": True})
     dtype: str = dataclasses.field(metadata={"static": True})
     cut_over: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    tied: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def is_table(self) -> bool:
+        """Whether rows are looked up in it."""
+        return self.tied or self.num_in == 0
 
     @property
     def out_shape(self) -> tuple[int, ...]:

@@ -27,10 +27,17 @@ class DenseWeight(Weight):
 
     Attributes:
       num_in: how many axes a product sums over, the last ones; 0: a table that is only looked up.
+      tied: rows are looked up in it beside products.
     """
 
     array: Float[Array, "..."]
     num_in: int = dataclasses.field(metadata={"static": True})
+    tied: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def is_table(self) -> bool:
+        """Whether rows are looked up in it."""
+        return self.tied or self.num_in == 0
 
     def multiply(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
         """`Weight.multiply`.

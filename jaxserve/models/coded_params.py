@@ -119,6 +119,7 @@ def _coded_shape(
         arithmetic=arithmetic,
         dtype=dtype,
         cut_over=cut,
+        tied=dense.tied,
     )
 
 

@@ -145,8 +145,8 @@ class Decoder(nnx.Module):
         spec, hidden, tied = config.embedding, config.hidden_size, config.tied_embeddings
         width = hidden if spec.width is None else spec.width
 
-        def table(num_in: int) -> WeightParameter:
-            return weight(jnp.zeros((config.vocab_size, width), dtype), ("vocab", "embed"), num_in=num_in)
+        def table(num_in: int, *, tied: bool = False) -> WeightParameter:
+            return weight(jnp.zeros((config.vocab_size, width), dtype), ("vocab", "embed"), num_in=num_in, tied=tied)
 
         def projection(wanted: bool, *axes: tuple[str, int]) -> Projection | None:
             (out_axis, out_size), (in_axis, in_size) = axes
@@ -154,7 +154,8 @@ class Decoder(nnx.Module):
 
         has_table, is_narrow = self.is_first or (self.is_last and tied), spec.width is not None
         positions = (spec.num_positions + spec.position_offset, hidden)
-        self.embedding = table(1 if self.is_last and tied else 0) if has_table else None
+        multiplied = self.is_last and tied
+        self.embedding = table(1 if multiplied else 0, tied=multiplied and self.is_first) if has_table else None
         self.embed_in = projection(self.is_first and is_narrow, ("embed", hidden), ("width", width))
         self.position_embedding = (
             weight(jnp.zeros(positions, dtype), ("position", "embed"), num_in=0)

@@ -134,10 +134,11 @@ def param(value: jax.Array, axes: Axes) -> Parameter:
     return Parameter(value, logical_axes=axes)
 
 
-def weight(value: jax.Array, axes: Axes, num_in: int) -> WeightParameter:
-    """A dense weight [*out, *in]. A product sums over its last `num_in` axes; 0: it is only looked up."""
+def weight(value: jax.Array, axes: Axes, num_in: int, *, tied: bool = False) -> WeightParameter:
+    """A dense weight [*out, *in]. A product sums over its last `num_in` axes; 0: it is only looked up. `tied`: rows are
+    looked up in it beside products."""
     assert value.ndim == len(axes), (value.shape, axes)
-    return WeightParameter(DenseWeight(array=value, num_in=num_in), logical_axes=axes)
+    return WeightParameter(DenseWeight(array=value, num_in=num_in, tied=tied), logical_axes=axes)
 
 
 def expert_weight(value: jax.Array, axes: Axes) -> WeightParameter:

@@ -13,6 +13,7 @@ have the order of the groups, and the rows of a step that are blocked together c
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.kernels.coded_weight import CodedWeight
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.matmul import Axes, Matmul, MatmulUse, Weight
+from jaxserve.kernels.padded_table import needs_padding, pad
 from jaxserve.kernels.storage import array_bytes
 
 NAME = "mosaic_tpu"
@@ -172,7 +174,10 @@ def _convert(weight: CodedWeight, interpret: pltpu.InterpretParams | None) -> Gr
 
 
 def make_matmul(device: Device, interpret: pltpu.InterpretParams | None = None) -> Matmul:
-    """Products for one kind of TPU: XLA's, but for codes in groups. `interpret` runs the kernel on a CPU."""
+    """Products for one kind of TPU: XLA's, but for codes in groups, and tables with rows of whole tiles.
+
+    `interpret` runs the kernel on a CPU.
+    """
 
     def refuses(use: MatmulUse) -> str | None:
         if device.backend != "tpu":
@@ -193,9 +198,23 @@ def make_matmul(device: Device, interpret: pltpu.InterpretParams | None = None) 
         )
 
     convert = jax.jit(functools.partial(_convert, interpret=interpret))
+
+    def change_of(weight: Weight) -> Callable[[Any], Weight] | None:
+        if is_grouped(weight):
+            return convert
+        return pad if needs_padding(weight) else None
+
+    def converted(weight: Weight) -> Weight:
+        change = change_of(weight)
+        return weight if change is None else change(weight)
+
+    def shapes(weight: Weight) -> Weight:
+        change = change_of(weight)
+        return weight if change is None else jax.eval_shape(change, weight)
+
     return Matmul(
         name=NAME,
-        convert=lambda weight: convert(weight) if is_grouped(weight) else weight,
-        shapes=lambda weight: jax.eval_shape(convert, weight) if is_grouped(weight) else weight,
+        convert=converted,
+        shapes=shapes,
         refuses=refuses,
     )
