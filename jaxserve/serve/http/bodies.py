@@ -68,11 +68,11 @@ class _JsonRequest(Request):
 
 
 def _read(octets: bytes, kind: type[Body] | None, max_parts: int) -> tuple[Any, set[Mark]]:
-    """A body, as JSON or as its model, and the fields that are ignored. Raises _Unreadable. Any thread."""
+    """A body, as JSON or as its model, and the fields that are ignored. Raises Unreadable. Any thread."""
     try:
         given = read_json(octets, max_parts)
     except ValueError as error:
-        raise _Unreadable(HttpRefusal(400, f"the body is no JSON that can be read: {error}")) from error
+        raise Unreadable(HttpRefusal(400, f"the body is no JSON that can be read: {error}")) from error
     marks: set[Mark] = set()
     if kind is None:
         return given, marks
@@ -80,11 +80,12 @@ def _read(octets: bytes, kind: type[Body] | None, max_parts: int) -> tuple[Any, 
         return kind.model_validate(given, context=marks), marks
     except pydantic.ValidationError as error:
         problems = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-        raise _Unreadable(invalid_body(problems, field_names(kind))) from error
+        raise Unreadable(invalid_body(problems, field_names(kind))) from error
 
 
-class _Unreadable(Exception):
-    """FastAPI lets no other exception of a body through than its own; see `JsonRoute`."""
+class Unreadable(Exception):
+    """A body that cannot be read, and its `refusal`. FastAPI wraps every exception of a body but its own into a text
+    that says less; routes raise the refusal in its place (see `JsonRoute`)."""
 
     def __init__(self, refusal: HttpRefusal) -> None:
         super().__init__(str(refusal))
@@ -109,7 +110,7 @@ class JsonRoute(APIRoute):
                 return await handler(_JsonRequest(request.scope, request.receive, self._kind()))
             except Exception as error:
                 # FastAPI wraps what reading a body raises into a text of its own, which says less.
-                if isinstance(error.__cause__, _Unreadable):
+                if isinstance(error.__cause__, Unreadable):
                     raise error.__cause__.refusal from None
                 raise
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Literal, ParamSpec, TypeVar
 
 from fastapi import APIRouter, File, Form, Query, Request, UploadFile
 from starlette.responses import FileResponse
@@ -19,9 +20,10 @@ from jaxserve.serve.http.batches.bodies import (
     RequestCounts,
 )
 from jaxserve.serve.http.batches.runner import BatchRunner
-from jaxserve.serve.http.batches.store import BatchStore, new_batch_id
+from jaxserve.serve.http.batches.store import BatchStore, new_batch_id, refusal_of
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.errors import HttpRefusal
+from jaxserve.serve.http.forms import FormRoute
 from jaxserve.serve.http.guard import FILES
 from jaxserve.serve.http.keys import owner_of
 
@@ -29,6 +31,8 @@ _WINDOW_S = 24 * 3600
 _MOST_FILES = 10_000  # of one list, as OpenAI has it
 
 _Object = TypeVar("_Object", FileObject, BatchObject)
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
 def batches_routers(store: BatchStore, runner: BatchRunner) -> tuple[APIRouter, APIRouter]:
@@ -37,7 +41,7 @@ def batches_routers(store: BatchStore, runner: BatchRunner) -> tuple[APIRouter, 
 
 
 def _files_router(store: BatchStore) -> APIRouter:
-    router = APIRouter(responses=REFUSALS, tags=["Batches"])
+    router = APIRouter(route_class=FormRoute, responses=REFUSALS, tags=["Batches"])
 
     @router.post(FILES)
     async def upload_file(
@@ -48,7 +52,7 @@ def _files_router(store: BatchStore) -> APIRouter:
         if not {"authorization", "x-api-key"}.intersection(call.headers):
             text = "a file needs the header 'Authorization: Bearer KEY', with any key where the server has none"
             raise HttpRefusal(400, text)
-        return await asyncio.to_thread(store.add_file, owner_of(call).digest, file.filename or "", file.file)
+        return await _on_disk(store.add_file, owner_of(call).digest, file.filename or "", file.file)
 
     @router.get(FILES)
     async def list_files(
@@ -59,7 +63,7 @@ def _files_router(store: BatchStore) -> APIRouter:
         order: Literal["asc", "desc"] = "desc",
     ) -> FileList:
         """The files of this key, the newest first unless `order` is `asc`; `after`: those behind this one."""
-        owned = await asyncio.to_thread(store.files, owner_of(call).digest)  # one file is read for each
+        owned = await _on_disk(store.files, owner_of(call).digest)  # one file is read for each
         found = [each for each in owned if purpose in (None, each.purpose)]
         found = _behind(found if order == "desc" else found[::-1], after)
         return FileList(data=found[:limit], has_more=len(found) > limit)
@@ -67,18 +71,18 @@ def _files_router(store: BatchStore) -> APIRouter:
     @router.get(f"{FILES}/{{file_id}}")
     async def retrieve_file(file_id: str, call: Request) -> FileObject:
         """The description of a file."""
-        return await asyncio.to_thread(store.file, owner_of(call).digest, file_id)
+        return await _on_disk(store.file, owner_of(call).digest, file_id)
 
     @router.get(f"{FILES}/{{file_id}}/content", response_class=FileResponse)
     async def file_content(file_id: str, call: Request) -> FileResponse:
         """What is in a file."""
-        await asyncio.to_thread(store.file, owner_of(call).digest, file_id)
+        await _on_disk(store.file, owner_of(call).digest, file_id)
         return FileResponse(store.content_path(file_id), media_type="application/jsonl")
 
     @router.delete(f"{FILES}/{{file_id}}")
     async def delete_file(file_id: str, call: Request) -> DeletedFile:
         """Forgets a file."""
-        await asyncio.to_thread(store.remove_file, owner_of(call).digest, file_id)
+        await _on_disk(store.remove_file, owner_of(call).digest, file_id)
         return DeletedFile(id=file_id)
 
     return router
@@ -102,7 +106,7 @@ def _batches_router(store: BatchStore, runner: BatchRunner) -> APIRouter:
             request_counts=RequestCounts(),
             metadata=body.metadata,
         )
-        await asyncio.to_thread(store.add_batch, owner_of(call).digest, batch)
+        await _on_disk(store.add_batch, owner_of(call).digest, batch)
         runner.wake()
         return batch
 
@@ -111,7 +115,7 @@ def _batches_router(store: BatchStore, runner: BatchRunner) -> APIRouter:
         call: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> BatchList:
         """The batches of this key, the newest first; `after`: those behind this one."""
-        found = _behind(await asyncio.to_thread(store.batches, owner_of(call).digest), after)
+        found = _behind(await _on_disk(store.batches, owner_of(call).digest), after)
         shown = [_shown(batch) for batch in found[:limit]]
         ids = [batch.id for batch in shown] or [None]
         return BatchList(data=shown, first_id=ids[0], last_id=ids[-1], has_more=len(found) > limit)
@@ -119,20 +123,28 @@ def _batches_router(store: BatchStore, runner: BatchRunner) -> APIRouter:
     @router.get("/v1/batches/{batch_id}")
     async def retrieve_batch(batch_id: str, call: Request) -> BatchObject:
         """How far a batch is."""
-        return _shown(await asyncio.to_thread(store.batch, owner_of(call).digest, batch_id))
+        return _shown(await _on_disk(store.batch, owner_of(call).digest, batch_id))
 
     @router.post("/v1/batches/{batch_id}/cancel")
     async def cancel_batch(batch_id: str, call: Request) -> BatchObject:
         """Begins no further line; what is answered stays."""
-        return _shown(await asyncio.to_thread(store.change_batch, owner_of(call).digest, batch_id, _cancel))
+        return _shown(await _on_disk(store.change_batch, owner_of(call).digest, batch_id, _cancel))
 
     @router.delete("/v1/batches/{batch_id}")
     async def delete_batch(batch_id: str, call: Request) -> DeletedBatch:
         """Forgets a batch that has ended; its files stay."""
-        await asyncio.to_thread(store.remove_batch, owner_of(call).digest, batch_id)
+        await _on_disk(store.remove_batch, owner_of(call).digest, batch_id)
         return DeletedBatch(id=batch_id)
 
     return router
+
+
+async def _on_disk(work: Callable[_Given, _Result], *given: _Given.args, **named: _Given.kwargs) -> _Result:
+    """What `work` returns, off the event loop. Raises as it does, and HttpRefusal where the disk fails."""
+    try:
+        return await asyncio.to_thread(work, *given, **named)
+    except OSError as error:
+        raise refusal_of(error) from error
 
 
 def _behind(found: list[_Object], after: str | None) -> list[_Object]:
