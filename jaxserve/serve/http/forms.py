@@ -15,7 +15,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import Field, File, FormParser, parse_options_header
 from starlette.datastructures import FormData, UploadFile
 
-from jaxserve.serve.http.bodies import Unreadable
+from jaxserve.serve.http.bodies import Unreadable, answer
 from jaxserve.serve.http.errors import HttpRefusal
 from jaxserve.serve.http.keys import owner_of
 from jaxserve.serve.large_reads import LARGE_BYTES, LargeReads
@@ -31,14 +31,16 @@ class FormRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            try:
-                return await handler(_FormRequest(request.scope, request.receive))
-            except Exception as error:  # FastAPI wraps what reading a form raises
-                if isinstance(error.__cause__, Unreadable):
-                    raise error.__cause__.refusal from None
-                raise
+            return await answer(handler, _FormRequest(request.scope, request.receive))
 
         return handle
+
+
+class _Uploaded(UploadFile):
+    """In memory: Starlette would leave its end to a thread, since it is no temporary file of its own."""
+
+    async def close(self) -> None:
+        self.file.close()
 
 
 class _FormRequest(Request):
@@ -74,7 +76,7 @@ def _read(body: bytes, content_type: str) -> FormData:
         assert isinstance(content, io.BytesIO), "nothing is written to a disk here"
         content.seek(0)
         name = (file.file_name or b"").decode(errors="replace")
-        add(file.field_name, UploadFile(content, size=file.size, filename=name))
+        add(file.field_name, _Uploaded(content, size=file.size, filename=name))
 
     try:
         config = {"MAX_MEMORY_FILE_SIZE": float("inf")}

@@ -435,6 +435,32 @@ def test_a_form_needs_a_header_that_no_web_page_sends_with_it(tmp_path: Path, se
         assert http.post("/v1/files", **form).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("kind", "body", "status", "text"),
+    [
+        ("application/json", b"{}", 415, "multipart/form-data"),
+        ("multipart/form-data", b"--x--", 400, "no boundary"),
+        ("multipart/form-data; boundary=x", b"no form", 400, "no form that can be read"),
+        ("multipart/form-data; boundary=x", b"--x\r\na: b\r\n\r\n", 400, "no form that can be read"),
+        (
+            "multipart/form-data; boundary=x",
+            b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n\r\n' * 200,
+            400,
+            "100",
+        ),
+        ("multipart/form-data; boundary=x", b"--x--", 400, "file: Field required"),
+    ],
+    ids=["json", "boundary", "noise", "nameless", "parts", "empty"],
+)
+def test_what_is_no_form_with_a_file_is_refused(
+    client: openai.OpenAI, server: Served, kind: str, body: bytes, status: int, text: str
+) -> None:
+    headers = {"authorization": f"Bearer {KEYS[0]}", "content-type": kind}
+    with browse(server, **headers) as http:
+        refused = http.post("/v1/files", content=body)
+    assert (refused.status_code, text in refused.json()["error"]["message"]) == (status, True), refused.text
+
+
 def test_files_are_listed_by_their_purpose_and_in_pages(tmp_path: Path) -> None:
     with (
         http_served(Served(tokenizer=ToolTokenizer()), batch_dir=str(tmp_path)) as parts,
