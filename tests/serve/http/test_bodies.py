@@ -430,7 +430,7 @@ def test_a_large_body_is_read_on_a_thread_of_its_own(server: Served, monkeypatch
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", b'{"prompt": "a", "metadata": "' + b"x" * 200_000 + b'"}'),
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": "' + b"x" * 200_000 + b'"}'),
         ("/v1/completions", b"[" * 200_000),
         ("/v1/completions", b"[]"),
     ],
