@@ -45,6 +45,7 @@ class Attacker:
         self._grpc_port = grpc_port
         self.key = key
         self._other_key = other_key
+        self.seconds = seconds
         self.end_s = time.monotonic() + seconds
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.examples: dict[str, str] = {}  # of an outcome, the beginning of what was answered
@@ -172,6 +173,30 @@ class Attacker:
                 if size > MOST_READ:
                     break
             found = found if size == len(found) else found + b" ..."
+            self.count(str(answer.status), found.decode(errors="replace"))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            in_time = not isinstance(error, TimeoutError) and not self.is_over
+            self.count(type(error).__name__ if in_time else "no answer until the end")
+        finally:
+            if raw is not None:
+                self.close(raw)
+        return found
+
+    def call_head(self, method: str, path: str, *lines: str) -> bytes:
+        """The head of a call without a body. `lines`: further headers."""
+        first = f"{method} {path} HTTP/1.1", f"host: {HOST}", f"authorization: Bearer {self.key}"
+        return "\r\n".join((*first, *lines, "", "")).encode()
+
+    def talk(self, data: bytes, method: str = "GET") -> bytes:
+        """Sends these bytes and reads one answer, of a call of this method; empty where there was none."""
+        raw, found = None, b""
+        try:
+            raw = self.connect()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the answer came before the end
+                raw.sendall(data)
+            answer = http.client.HTTPResponse(raw, method=method)
+            answer.begin()
+            found = answer.read(2**20)
             self.count(str(answer.status), found.decode(errors="replace"))
         except (OSError, http.client.HTTPException, ValueError) as error:
             in_time = not isinstance(error, TimeoutError) and not self.is_over
@@ -684,6 +709,175 @@ def connections(by: Attacker) -> None:
     by.wait()
 
 
+@kind("heads of 60 kB: one header, or thousands of them")
+def headers(by: Attacker) -> None:
+    heads = [
+        by.call_head("GET", "/v1/models", "x-a: " + "x" * by.some(60_000)),
+        by.call_head("GET", "/v1/models", *(f"x-{k}: y" for k in range(by.some(6000)))),
+        by.call_head("GET", "/v1/models", *["x-request-id: " + "x" * 256] * by.some(200)),
+        by.call_head("GET", "/v1/models", "cookie: " + "a=b; " * by.some(12_000), "traceparent: " + "0" * 1000),
+        by.call_head("GET", "/v1/models", "x-a: " + "x" * by.some(500_000)),
+    ]
+    turns = itertools.cycle(heads)
+    by.spread(8, lambda: by.talk(next(turns)))
+
+
+@kind("paths and queries of 15 kB, and names and ids as long as a body")
+def long_names(by: Attacker) -> None:
+    size = by.some(15_000)
+    paths = [
+        f"/v1/responses/{'x' * size}",
+        f"/v1/files/file-{'0' * size}/content",
+        f"/v1/models/{'a/' * (size // 2)}",
+        f"/v1/batches?after={'x' * size}",
+        f"/v1/files?{'limit=1&' * (size // 8)}",
+        f"/v1/files?purpose={'%41' * (size // 3)}",
+        f"/{'%2e%2e/' * (size // 7)}",
+    ]
+    long = "x" * by.some(3_000_000)
+    asked = {"prompt": "a", "max_tokens": 1}
+    bodies = [json.dumps({**asked, name: long}).encode() for name in ("model", "user", "request_id", "cache_salt")]
+    heads, texts = itertools.cycle([by.call_head("GET", path) for path in paths]), itertools.cycle(bodies)
+
+    def ask_both() -> None:
+        by.talk(next(heads))
+        by.post(COMPLETIONS, next(texts))
+
+    by.spread(8, ask_both)
+
+
+@kind("HEAD, OPTIONS, Range and methods that there are not, on every route")
+def methods(by: Attacker) -> None:
+    file = by.upload(b"x" * by.some(1_000_000))
+    paths = [path.replace("{file_id}", file) for path in by.get("/openapi.json").get("paths", {})]
+    ranges = "range: bytes=" + ",".join(f"{k}-{k + 1}" for k in range(0, by.some(10_000), 4))
+    calls = [(method, path) for path in paths for method in ("HEAD", "OPTIONS", "TRACE", "PROPFIND", "DELETE")]
+    turns = itertools.cycle([*calls, ("GET", f"/v1/files/{file}/content")] if file else calls)
+
+    def ask_one() -> None:
+        method, path = next(turns)
+        if method == "DELETE" and file and file in path:
+            method = "PATCH"
+        by.talk(by.call_head(method, path, "content-length: 0", ranges), method)
+
+    by.spread(8, ask_one)
+
+
+@kind("large answers that nobody reads: echoes, vectors, and the content of files")
+def unread_answers(by: Attacker) -> None:
+    file = by.upload(b"x" * by.some(20_000_000))
+    echo = {"prompt": [100 + k % 150 for k in range(by.some(1000))], "n": 16, "max_tokens": 1, "echo": True}
+    for k in range(by.some(300)):
+        if not by.may_go_on():
+            break
+        if k % 3 == 0 and file:
+            with contextlib.suppress(OSError):
+                by.connect().sendall(by.call_head("GET", f"/v1/files/{file}/content"))
+        elif k % 3 == 1:
+            by.send(COMPLETIONS, {**echo, "logprobs": 20})
+        else:
+            by.send("/v1/embeddings", {"input": ["a"] * by.some(2048)})
+    by.wait()
+
+
+@kind("offers of another protocol: WebSocket, and HTTP/2")
+def upgrades(by: Attacker) -> None:
+    socket_lines = "connection: upgrade", "upgrade: websocket", "sec-websocket-version: 13", "sec-websocket-key: YQ=="
+    heads = [
+        by.call_head("GET", "/v1/models", *socket_lines),
+        by.call_head("GET", "/live", *socket_lines),
+        by.call_head("GET", "/v1/models", "connection: upgrade, http2-settings", "upgrade: h2c", "http2-settings: AA"),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 1000,
+        b"CONNECT example.com:80 HTTP/1.1\r\nhost: example.com\r\n\r\n",
+    ]
+    turns = itertools.cycle(heads)
+    by.spread(8, lambda: by.talk(next(turns)))
+
+
+@kind("10,000 requests on one connection, sent before the first answer")
+def pipelined(by: Attacker) -> None:
+    one = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    data = (by.head(COMPLETIONS, len(one)) + one) * by.some(10_000)
+    gets = by.call_head("GET", "/v1/models") * by.some(10_000)
+    turns = itertools.cycle((data, gets))
+    by.spread(4, lambda: by.talk(next(turns)))
+
+
+@kind("heads that wait for 100 Continue, and send no body")
+def expects(by: Attacker) -> None:
+    for _ in range(by.some(500)):
+        try:
+            raw = by.connect()
+            raw.sendall(by.head(COMPLETIONS, 1000)[:-2] + b"expect: 100-continue\r\n\r\n")
+        except OSError as error:
+            by.count(type(error).__name__)
+            break
+        by.count("open")
+    by.wait()
+
+
+@kind("bodies in chunks of one byte")
+def tiny_chunks(by: Attacker) -> None:
+    body = json.dumps({"prompt": "a" * by.some(500_000), "max_tokens": 1})
+    data = by.head(COMPLETIONS, None) + b"1\r\n" + "\r\n1\r\n".join(body).encode() + b"\r\n0\r\n\r\n"
+    by.spread(4, lambda: by.talk(data, "POST"))
+
+
+@kind("bodies that are compressed, a thousandth of their size")
+def compressed(by: Attacker) -> None:
+    text = b'{"max_tokens": 1, "prompt": "' + b"a" * by.some(30_000_000) + b'"}'
+    packer = zlib.compressobj(9, wbits=31)
+    body = packer.compress(text) + packer.flush()
+    turns = itertools.cycle(("gzip", "deflate", "br", "gzip, gzip", "identity"))
+
+    def ask_one() -> None:
+        head = by.head(COMPLETIONS, len(body))[:-2] + f"content-encoding: {next(turns)}\r\n\r\n".encode()
+        by.talk(head + body, "POST")
+
+    by.spread(4, ask_one)
+
+
+@kind("JSON of huge numbers, deep lists, names that repeat, and halves of characters")
+def odd_json(by: Attacker) -> None:
+    digits = "9" * by.some(3_000_000)
+    ask = '{"prompt": "a", "max_tokens": 1, %s}'
+    texts = [
+        ask % f'"seed": {digits}',
+        ask % f'"max_tokens": -{digits}',
+        *(ask % f'"{name}": {digits[:4000]}' for name in ("seed", "max_tokens", "top_k", "priority", "logprobs", "n")),
+        ask % f'"stop_token_ids": [{digits[:4000]}], "logit_bias": {{"{digits[:4000]}": 1}}',
+        f'{{"prompt": [{digits[:4000]}], "max_tokens": 1}}',
+        ask % f'"temperature": {digits}.{digits[:100]}',
+        ask % f'"temperature": 1e{digits[:1000]}',
+        ask % f'"temperature": 0.{"0" * by.some(3_000_000)}1',
+        ask % f'"logit_bias": {{"{digits[:100_000]}": 1}}',
+        ask % f'"stop_token_ids": [{digits[:100_000]}]',
+        ask % f'"metadata": {{{",".join([chr(34) + "a" + chr(34) + ":1"] * by.some(400_000))}}}',
+        ask % f'"metadata": {"[" * by.some(1_000_000)}',
+        ask % '"user": "\\ud800", "cache_salt": "\\udfff"',
+        ask % '"\\ud800": 1',
+        ask % f'"user": "{chr(92)}u0000{chr(92)}u202e"',
+        f'{{"prompt": [{digits[:100_000]}], "max_tokens": 1}}',
+    ]
+    turns = itertools.cycle([text.encode() for text in texts])
+    by.spread(4, lambda: by.post(COMPLETIONS, next(turns)))
+
+
+@kind("forms of thousands of parts, and parts that never end")
+def form_parts(by: Attacker) -> None:
+    head = b'--x\r\ncontent-disposition: form-data; name="%b"; filename="%d"\r\n\r\n'
+    forms = [
+        b"".join(head % (b"file", k) + b"a\r\n" for k in range(by.some(200_000))) + b"--x--\r\n",
+        b"".join(head.replace(b"; filename", b"; a") % (b"a", k) + b"\r\n" for k in range(by.some(200_000))),
+        head % (b"file", 1) + b"\r\n--" * by.some(2_000_000),
+        b"--x\r\n" + b"a: b\r\n" * by.some(2_000_000),
+        b"--x\r\ncontent-disposition: form-data; " + b'name="a"; ' * by.some(1_000_000) + b"\r\n\r\n",
+        b"\r\n" * by.some(5_000_000),
+    ]
+    turns = itertools.cycle(forms)
+    by.spread(4, lambda: by.post("/v1/files", next(turns), "multipart/form-data; boundary=x"))
+
+
 # ---- batches ---------------------------------------------------------------------------------------------------------
 
 
@@ -720,6 +914,27 @@ def small_files(by: Attacker) -> None:
         by.get("/v1/files?limit=10000")
 
     by.spread(16, ask_one)
+
+
+@kind("lists of 2,000 files and of batches, in pages or whole, 16 at a time")
+def lists(by: Attacker) -> None:
+    made, file = {"endpoint": COMPLETIONS, "completion_window": "24h"}, ""
+    for _ in range(by.some(2000)):
+        if by.left_s < by.seconds / 2:
+            break
+        file = by.upload(b"x")
+    for _ in range(by.some(100)):
+        by.post("/v1/batches", {**made, "input_file_id": file})
+    paths = [
+        "/v1/files?limit=10000",
+        "/v1/files?limit=1",
+        f"/v1/files?after={file}&order=asc",
+        "/v1/batches?limit=100",
+        f"/v1/batches?after={file}",
+        "/v1/responses/resp_1/input_items?limit=100",
+    ]
+    turns = itertools.cycle([by.call_head("GET", path) for path in paths])
+    by.spread(16, lambda: by.talk(next(turns)))
 
 
 @kind("descriptions of batches that are large, and many of them")

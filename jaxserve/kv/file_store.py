@@ -45,7 +45,7 @@ _STALE_S = 3600.0  # a partial file of this age has no writer any more
 _LOOK_EVERY = 1000  # pages written between two lists of the directory
 _MAX_BAD = 100
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)  # the last: pages are larger than files may be
 _GONE = (errno.ENOENT, errno.ESTALE)  # the second: another client of the network file system replaced it
 # No file in the place of a page, or no folder in that of a scope.
 _IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)

@@ -66,6 +66,7 @@ HTTP_REASONS: Mapping[int, str] = {
     431: "headers_too_large",
     500: _INTERNAL,
     503: "too_many_connections",
+    507: "disk_full",
 }
 
 

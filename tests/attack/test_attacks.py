@@ -18,7 +18,7 @@ from picture_parts import picture_parts
 from serve_parts import Served, serve_bytes
 
 REFUSALS = {  # of HTTP and gRPC: what a server says that is well
-    "200", "400", "404", "408", "413", "429", "503",
+    "200", "206", "400", "404", "405", "408", "413", "414", "415", "416", "429", "431", "503",
     "OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "NOT_FOUND",
 }  # fmt: skip
 ENDED_BY_THE_ATTACKER = {

@@ -277,7 +277,9 @@ def test_a_full_disk_makes_the_store_smaller(
     assert not [path for path in files(folder) if path.name.endswith(".partial")]
 
 
-@pytest.mark.parametrize(("code", "call"), [(errno.EROFS, "write"), (errno.EACCES, "write"), (errno.EROFS, "unlink")])
+@pytest.mark.parametrize(
+    ("code", "call"), [(errno.EROFS, "write"), (errno.EACCES, "write"), (errno.EROFS, "unlink"), (errno.EFBIG, "write")]
+)
 def test_a_disk_that_turns_read_only_is_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int, call: str
 ) -> None:

@@ -6,10 +6,11 @@ carries no key; keys, before anything of a body is read; limits and the watch fo
 
 import dataclasses
 import functools
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -26,8 +27,9 @@ from jaxserve.serve.http.errors import ErrorResponse, add_handlers
 from jaxserve.serve.http.formats import choose_thinking_format, choose_tool_format
 from jaxserve.serve.http.guard import FILES, Guard
 from jaxserve.serve.http.hosts import KnownHosts, allowed_names
-from jaxserve.serve.http.keys import ApiKeys, find_owner
+from jaxserve.serve.http.keys import ApiKeys, find_owner, owner_of
 from jaxserve.serve.http.messages import messages_router
+from jaxserve.serve.http.pieces import PART_BYTES, PartsResponse
 from jaxserve.serve.http.probes import probes_router
 from jaxserve.serve.http.requests import ChatRequest, CompletionRequest
 from jaxserve.serve.http.rerank import rerank_router
@@ -95,11 +97,10 @@ def join_routers(
 ) -> HttpApp:
     """One application with all layers around it. `keys`: as of `make_app`."""
     http = config.http
-    # The pages of documentation load scripts from foreign hosts; the document itself stays.
+    # No pages of documentation, which load scripts from foreign hosts; the document itself is there.
     # No redirects of paths that end with a slash either: an id may, and is then not found.
-    api = FastAPI(
-        title=title, docs_url=None, redoc_url=None, separate_input_output_schemas=False, redirect_slashes=False
-    )
+    api = FastAPI(title=title, openapi_url=None, separate_input_output_schemas=False, redirect_slashes=False)
+    _add_document(api)
     api.state.counts = counts
     api.state.max_json_parts = http.max_json_parts
     api.state.large_reads = LargeReads()
@@ -127,6 +128,23 @@ def join_routers(
         asgi = KnownHosts(asgi, names)
     _complete_document(api, checked, config.max_n)
     return HttpApp(asgi=Counted(asgi, counts, routes), guard=guard, api=api)
+
+
+def _add_document(api: FastAPI) -> None:
+    """Its route, as FastAPI has it, but for its making: that takes seconds, in which the event loop goes on."""
+    written = b""
+
+    def write() -> bytes:
+        return json.dumps(api.openapi(), ensure_ascii=False, separators=(",", ":")).encode()
+
+    async def document(call: Request) -> Response:
+        nonlocal written
+        reads: LargeReads = api.state.large_reads
+        written = written or await reads.run(owner_of(call).id, write)
+        parts = [written[start : start + PART_BYTES] for start in range(0, len(written), PART_BYTES)]
+        return PartsResponse(parts, {"content-type": "application/json"})
+
+    api.add_route("/openapi.json", document, include_in_schema=False)
 
 
 def _complete_document(api: FastAPI, keys: ApiKeys | None, max_n: int) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import pydantic
 import pydantic_core
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope
 
 from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal, invalid_body
@@ -68,11 +70,11 @@ class _JsonRequest(Request):
 
 
 def _read(octets: bytes, kind: type[Body] | None, max_parts: int) -> tuple[Any, set[Mark]]:
-    """A body, as JSON or as its model, and the fields that are ignored. Raises _Unreadable. Any thread."""
+    """A body, as JSON or as its model, and the fields that are ignored. Raises Unreadable. Any thread."""
     try:
         given = read_json(octets, max_parts)
     except ValueError as error:
-        raise _Unreadable(HttpRefusal(400, f"the body is no JSON that can be read: {error}")) from error
+        raise Unreadable(HttpRefusal(400, f"the body is no JSON that can be read: {error}")) from error
     marks: set[Mark] = set()
     if kind is None:
         return given, marks
@@ -80,15 +82,38 @@ def _read(octets: bytes, kind: type[Body] | None, max_parts: int) -> tuple[Any, 
         return kind.model_validate(given, context=marks), marks
     except pydantic.ValidationError as error:
         problems = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
-        raise _Unreadable(invalid_body(problems, field_names(kind))) from error
+        raise Unreadable(invalid_body(problems, field_names(kind))) from error
 
 
-class _Unreadable(Exception):
-    """FastAPI lets no other exception of a body through than its own; see `JsonRoute`."""
+class Unreadable(Exception):
+    """A body that cannot be read. FastAPI wraps every exception of a body but its own; `answer` raises the refusal."""
 
     def __init__(self, refusal: HttpRefusal) -> None:
         super().__init__(str(refusal))
-        self.refusal = refusal
+        self._code, self._param, self._kind = refusal.code, refusal.param, refusal.kind
+
+    def refusal(self) -> HttpRefusal:
+        """What the client is told; a new one each time, since this one's traceback holds the body."""
+        return HttpRefusal(self._code, str(self), param=self._param, kind=self._kind)
+
+
+async def answer(handler: Callable[[Request], Coroutine[Any, Any, Response]], call: Request) -> Response:
+    """What FastAPI's handler of a route answers. Raises HttpRefusal for a body that is `Unreadable`.
+
+    FastAPI keeps its errors in a variable of the function that raises them. Such an error and its traceback hold each
+    other, and with them the body, until a collection of garbage: of which there are few beside a working engine. So
+    the traceback goes here.
+    """
+    try:
+        return await handler(call)
+    except RequestValidationError as error:
+        raise error.with_traceback(None)  # noqa: B904 (the same)
+    except HTTPException as error:
+        if not isinstance(error.__cause__, Unreadable):
+            raise
+        unreadable = error.__cause__.with_traceback(None)
+        error.with_traceback(None).__cause__ = error.__context__ = None
+    raise unreadable.refusal()
 
 
 class JsonRoute(APIRoute):
@@ -105,13 +130,7 @@ class JsonRoute(APIRoute):
                 raise HttpRefusal(
                     415, "the body must be JSON and say so; send the header 'content-type: application/json'"
                 )
-            try:
-                return await handler(_JsonRequest(request.scope, request.receive, self._kind()))
-            except Exception as error:
-                # FastAPI wraps what reading a body raises into a text of its own, which says less.
-                if isinstance(error.__cause__, _Unreadable):
-                    raise error.__cause__.refusal from None
-                raise
+            return await answer(handler, _JsonRequest(request.scope, request.receive, self._kind()))
 
         return handle
 

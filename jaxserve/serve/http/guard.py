@@ -22,6 +22,7 @@ from jaxserve.serve.owners import Owner
 FILES = "/v1/files"  # files of batches are uploaded there, whose bodies are larger than others
 
 _BODIES_READ, _READ_ON_S = 16, 5.0  # of a body that is too large: times the limit, and for how long
+_PLAIN = b"identity"  # some hundred bytes that are packed could be megabytes
 _GRACE_S = 10.0  # beyond the limit of an answer, for a client that does not read it
 
 
@@ -77,7 +78,7 @@ class Guard:
         except HttpRefusal as refusal:
             response = error_response(refusal)
             response.headers["connection"] = "close"  # the rest of the body is not taken for a request
-            if refusal.code == 413:
+            if refusal.code in (413, 415):
                 await self._answer_and_read_on(response, scope, receive, send)
             else:
                 await response(scope, receive, send)
@@ -139,6 +140,10 @@ class Guard:
     async def _read_body(self, scope: Scope, receive: Receive, owner: str) -> bytes | None:
         """The whole body, which counts until its request ends; None when the client left before its end. Raises
         HttpRefusal."""
+        encoding = next((value for name, value in scope["headers"] if name == b"content-encoding"), _PLAIN)
+        if encoding.strip().lower() != _PLAIN:
+            text = f"a body with the content encoding {encoding[:80].decode('latin-1')!r} is not taken; send it plain"
+            raise HttpRefusal(415, text)
         limit, setting = self._larger.get(scope["path"], (self._max_body_bytes, "serve.http.max_body_bytes"))
         declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if declared.isdigit() and int(declared) > limit:

@@ -5,7 +5,9 @@ import errno
 import io
 import json
 import os
+import resource
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from http_parts import ToolTokenizer, browse, http_served, openai_client
 from serve_parts import WAIT_S, Served, wait_until
 
 from jaxserve.errors import EngineStopped, QueueFull
-from jaxserve.serve.http.batches import runner
+from jaxserve.serve.http.batches import runner, store
 from jaxserve.serve.http.batches.runner import check_lines
 from jaxserve.serve.http.batches.store import BatchStore, read_results
 from jaxserve.serve.http.errors import HttpRefusal
@@ -213,19 +215,107 @@ def full(*_: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"),
-    [(errno.EDQUOT, "the quota of its user"), (errno.EFBIG, "no larger files"), (errno.ENOSPC, "when there is room")],
+    ("number", "status", "remedy"),
+    [
+        (errno.EDQUOT, 507, "has no room for it.*the quota of its user"),
+        (errno.EFBIG, 507, "has no room for it.*no larger files"),
+        (errno.ENOSPC, 507, "has no room for it.*when there is room"),
+        (errno.EROFS, 507, "has no room for it.*mounted for reading"),
+        (errno.EMFILE, 503, "can be opened now.*try again later"),
+    ],
 )
-def test_a_write_that_finds_no_room_is_told(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+def test_each_call_that_changes_files_tells_why_the_disk_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int, remedy: str
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(openai.InternalServerError, match=f"batch_dir has no room for it.*{remedy}") as refused:
-        client.files.create(file=("in.jsonl", b"a"), purpose="batch")
-    assert refused.value.status_code == 507
+    parts = Served(tokenizer=ToolTokenizer(), vocab_size=259)
+    with http_served(parts, batch_dir=str(tmp_path)) as server, openai_client(server) as client:
+        server.runner.hold()
+        batch = begin(client, line("a"))
+        wait_until(lambda: client.batches.retrieve(batch).status == "in_progress", "its line runs")
+        file = client.files.create(file=("in.jsonl", b"a"), purpose="batch").id
+        before = {path for path in tmp_path.rglob("*") if not path.name.endswith(".tmp")}
+        with monkeypatch.context() as disk:
+            disk.setattr(os, "fsync", fail)
+            for call in (
+                lambda: client.files.create(file=("in.jsonl", b"a"), purpose="batch"),
+                lambda: client.batches.create(input_file_id=file, endpoint=CHATS, completion_window="24h"),
+                lambda: client.batches.cancel(batch),
+            ):
+                assert told(call, remedy) == status
+        assert set(tmp_path.rglob("*")) == before, "nothing is left of what was refused"
+        with monkeypatch.context() as disk:
+            disk.setattr(Path, "unlink", fail)
+            assert told(lambda: client.files.delete(file), remedy) == status
+        client.files.delete(file)
+        server.release()
+        assert end_of(client, batch).status == "completed"
+
+
+def told(call: Any, remedy: str) -> int:
+    with pytest.raises(openai.APIStatusError, match=remedy) as refused:
+        call()
+    return refused.value.status_code
+
+
+def test_what_cannot_be_opened_now_is_neither_damaged_nor_left_out(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a list would lack it, a batch would be forgotten, and a file deleted that a batch reads."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    file = client.files.create(file=("in.jsonl", b"a"), purpose="batch").id
+    with monkeypatch.context() as disk:
+        disk.setattr(store, "_read", fail)
+        for call in (
+            lambda: client.files.list(),
+            lambda: client.files.retrieve(file),
+            lambda: client.files.content(file),
+            lambda: client.batches.list(),
+            lambda: client.files.delete(file),
+        ):
+            assert told(call, "can be opened now") == 503
+    assert client.files.retrieve(file).id == file
+
+
+@contextlib.contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """As `ulimit -f` says it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_an_upload_of_megabytes_needs_no_disk_but_that_of_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "TemporaryFile", None)
+    monkeypatch.setattr(runner, "_AGAIN_S", 0.05)
+    texts = [line(f"n{k}", logprobs=True, top_logprobs=20, max_tokens=200, ignore_eos=True) for k in range(6)]
+    parts = Served(tokenizer=ToolTokenizer(), vocab_size=259)
+    with http_served(parts, batch_dir=str(tmp_path)) as server, openai_client(server) as client:
+        data = bytes(3_000_000)
+        with largest_file(2_000_000):
+            refused = told(lambda: client.files.create(file=("a", data), purpose="batch"), "ulimit -f")
+        assert (refused, list((tmp_path / "files").iterdir())) == (507, [])
+        whole = client.files.create(file=("a", data), purpose="batch")
+        assert (whole.bytes, client.files.content(whole.id).content) == (len(data), data)
+        server.runner.hold()
+        batch = begin(client, *texts)
+        with largest_file(1_000_000):
+            server.release()
+            wait_until(lambda: "is tried again in" in caplog.text, "its results are more than a file may have")
+        ended = end_of(client, batch)
+        assert ended.status == "completed", "nobody made another batch"
+        assert len(results(client, ended.output_file_id)) == 6
+    assert "Traceback" not in caplog.text
 
 
 def test_a_full_disk_is_told_and_a_batch_goes_on_when_there_is_room(
@@ -251,19 +341,19 @@ def test_a_full_disk_is_told_and_a_batch_goes_on_when_there_is_room(
 
 
 def test_a_directory_has_a_limit_and_a_broken_description_hides_no_other(tmp_path: Path) -> None:
-    store = BatchStore(str(tmp_path), most_bytes=5 * 4096, most_ended=10)
-    kept = [store.add_file(b"key", f"{number}", io.BytesIO(b"{}")) for number in range(2)]
+    kept_in = BatchStore(str(tmp_path), most_bytes=5 * 4096, most_ended=10)
+    kept = [kept_in.add_file(b"key", f"{number}", io.BytesIO(b"{}")) for number in range(2)]
     with pytest.raises(HttpRefusal, match="serve.http.batch_dir_bytes.*delete files"):
-        store.add_file(b"key", "large", io.BytesIO(bytes(5000)))
+        kept_in.add_file(b"key", "large", io.BytesIO(bytes(5000)))
     for damaged in ("[" * 100_000, "[]", "{"):
         (tmp_path / "files" / f"{kept[0].id}.json").write_text(damaged)
-        assert [file.id for file in store.files(b"key")] == [kept[1].id]
+        assert [file.id for file in kept_in.files(b"key")] == [kept[1].id]
         with pytest.raises(HttpRefusal, match="is damaged"):
-            store.file(b"key", kept[0].id)
+            kept_in.file(b"key", kept[0].id)
     (tmp_path / "files" / "renamed.tmp").symlink_to("nowhere")  # as a file that is renamed between listing and looking
-    assert [file.id for file in store.files(b"key")] == [kept[1].id]
-    store.remove_file(b"key", kept[1].id)
-    assert store.add_file(b"key", "large", io.BytesIO(bytes(5000))).bytes == 5000
+    assert [file.id for file in kept_in.files(b"key")] == [kept[1].id]
+    kept_in.remove_file(b"key", kept[1].id)
+    assert kept_in.add_file(b"key", "large", io.BytesIO(bytes(5000))).bytes == 5000
 
 
 def test_files_and_batches_belong_to_a_key(client: openai.OpenAI, server: Served) -> None:
@@ -343,6 +433,32 @@ def test_a_form_needs_a_header_that_no_web_page_sends_with_it(tmp_path: Path, se
         assert http.post("/v1/files", headers={"authorization": "Bearer any"}, **form).status_code == 200
     with browse(server, **{"x-api-key": KEYS[0]}) as http:  # as every route takes it
         assert http.post("/v1/files", **form).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "status", "text"),
+    [
+        ("application/json", b"{}", 415, "multipart/form-data"),
+        ("multipart/form-data", b"--x--", 400, "no boundary"),
+        ("multipart/form-data; boundary=x", b"no form", 400, "no form that can be read"),
+        ("multipart/form-data; boundary=x", b"--x\r\na: b\r\n\r\n", 400, "no form that can be read"),
+        (
+            "multipart/form-data; boundary=x",
+            b'--x\r\ncontent-disposition: form-data; name="a"\r\n\r\n\r\n' * 200,
+            400,
+            "100",
+        ),
+        ("multipart/form-data; boundary=x", b"--x--", 400, "file: Field required"),
+    ],
+    ids=["json", "boundary", "noise", "nameless", "parts", "empty"],
+)
+def test_what_is_no_form_with_a_file_is_refused(
+    client: openai.OpenAI, server: Served, kind: str, body: bytes, status: int, text: str
+) -> None:
+    headers = {"authorization": f"Bearer {KEYS[0]}", "content-type": kind}
+    with browse(server, **headers) as http:
+        refused = http.post("/v1/files", content=body)
+    assert (refused.status_code, text in refused.json()["error"]["message"]) == (status, True), refused.text
 
 
 def test_files_are_listed_by_their_purpose_and_in_pages(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@ queued; and connections that are not as usual: an offer of another protocol, an 
 
 import asyncio
 import contextlib
+import gc
+import gzip
 import itertools
 import json
 import socket
@@ -423,3 +425,42 @@ def test_a_large_body_is_read_on_a_thread_of_its_own(server: Served, monkeypatch
             client.post("/tokenize", json={"prompt": text, "keep_alive": 1}).raise_for_status()
     assert threads[0] is server.thread
     assert threads[1].name.startswith("jaxserve-large")  # where one body of a caller is read at a time
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", b'{"prompt": "a", "max_tokens": "' + b"x" * 200_000 + b'"}'),
+        ("/v1/completions", b"[" * 200_000),
+        ("/v1/completions", b"[]"),
+    ],
+    ids=["field", "large", "small"],
+)
+def test_a_body_that_was_refused_is_not_kept_until_a_collection(server: Served, path: str, body: bytes) -> None:
+    """Errors whose tracebacks hold each other would: some megabytes for each call, beside an engine that works."""
+    gc.collect()
+    gc.disable()
+    try:
+        with browse(server) as client:
+            assert client.post(path, content=body, headers=JSON).status_code == 400
+        wait_until(lambda: not any(isinstance(each, bodies.Unreadable) for each in gc.get_objects()), "it is let go")
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "gzip, identity"])
+def test_a_body_that_is_packed_is_not_unpacked(server: Served, encoding: str) -> None:
+    packed = gzip.compress(json.dumps({"prompt": "a" * 300, "max_tokens": 1}).encode())
+    with browse(server) as client:
+        for size in (len(packed), SIZE):
+            body = packed + bytes(size - len(packed))
+            refused = client.post("/v1/completions", content=body, headers={**JSON, "content-encoding": encoding})
+            assert refused.status_code == 415 and "send it plain" in refused.json()["error"]["message"]
+        plain = client.post("/v1/completions", json=ASK, headers={"content-encoding": "identity"})
+        assert plain.status_code == 200
+
+
+def test_the_document_of_all_routes_is_made_off_the_event_loop(server: Served) -> None:
+    with browse(server) as client, calls_on_the_loop(server) as calls:
+        assert client.get("/openapi.json").json()["paths"]
+    assert calls[0] < MOST_CALLS, calls

@@ -150,8 +150,8 @@ class BatchRunner:
                 return
             batch = await self._change(owner, batch_id, lambda now: _begin(now, total))
         work = _Work(self._store, batch, self._line_parts)
-        await asyncio.to_thread(work.read_results)
         try:
+            await asyncio.to_thread(work.read_results)
             ended = await self._answer_lines(owner, batch, work)
         finally:
             work.close()
@@ -280,6 +280,7 @@ class _Work:
         self._paths = [store.content_path(file_id) for file_id in (self.output_id, self.error_id)]
         self._done: set[str] = set()
         self._files: list[BinaryIO] = []
+        self._opened = contextlib.ExitStack()
         self.noted_s = 0.0  # when the counts of the batch were last written
 
     def read_results(self) -> None:
@@ -290,7 +291,7 @@ class _Work:
             read_results(path, self._done.add)
             counts.append(len(self._done) - before)
         self.num_completed, self.num_failed = counts
-        self._files = [path.open("ab") for path in self._paths]
+        self._files = [self._opened.enter_context(path.open("ab")) for path in self._paths]
 
     def lines(self) -> "Generator[_Line]":
         """Those that have no result. Each takes as long as reading and writing a large body takes."""
@@ -317,8 +318,8 @@ class _Work:
             self.num_failed += 1
 
     def close(self) -> None:
-        for file in self._files:
-            file.close()
+        """Raises OSError where the disk does not take the rest; all files are closed nevertheless."""
+        self._opened.close()
 
 
 def check_lines(path: Path, endpoint: str, line_bytes: int, line_parts: int) -> tuple[int, list[BatchProblem]]:

@@ -7,6 +7,7 @@ A description is replaced as a whole, so that an end of the process leaves the o
 digest of a key; for other keys a file or a batch does not exist.
 """
 
+import contextlib
 import errno
 import json
 import logging
@@ -36,12 +37,16 @@ _NO_ROOM = {  # of a write that failed: no defect of the server, and where the r
     errno.ENOSPC: "try again when there is room",
     errno.EDQUOT: "try again when the quota of its user has room",
     errno.EFBIG: "the server may write no larger files (ulimit -f, or the file system's own limit)",
+    errno.EROFS: "its file system is mounted for reading alone",
 }
+_NO_FILES = (errno.EMFILE, errno.ENFILE)  # no file can be opened now, neither written nor read
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)  # what reading a description may end with
 
 
 class BatchStore:
     """Any thread that may wait for the disk: all but `file`, `batch` and `change_batch` read every description.
+
+    Everything raises OSError where the disk does not do what it should; `refusal_of` says what a client is told then.
 
     Args:
       most_bytes: of all that is in the directory, above which no file and no batch is taken any more.
@@ -66,7 +71,7 @@ class BatchStore:
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def add_file(self, owner: bytes, name: str, source: BinaryIO) -> FileObject:
-        """Keeps what a client sends. Raises HttpRefusal: with 413 where there is no room, with 507 on a full disk."""
+        """Keeps what a client sends. Raises HttpRefusal with 413 where there is no room."""
         self._check_room(source.seek(0, os.SEEK_END))
         source.seek(0)
         file_id = new_file_id()
@@ -77,10 +82,10 @@ class BatchStore:
                     target.write(chunk)
             partial.replace(self.content_path(file_id))
             return self._describe(owner, file_id, name, "batch")
-        except OSError as error:
+        except OSError:
             for path in (partial, self.content_path(file_id)):
-                path.unlink(missing_ok=True)
-            raise _refusal_of(error) from error
+                _discard(path)
+            raise
 
     def add_output(self, owner: bytes, file_id: str, name: str) -> FileObject:
         """Describes a file whose content is complete."""
@@ -132,8 +137,7 @@ class BatchStore:
     def add_batch(self, owner: bytes, batch: BatchObject) -> None:
         """Writes down a new batch, and forgets ended ones of this key that are too many.
 
-        Raises HttpRefusal: with 404 for an unknown file, 413 where there is no room, 429 for too many, 507 on a full
-        disk.
+        Raises HttpRefusal: with 404 for an unknown file, 413 where there is no room, 429 for too many.
         """
         with self._changing:
             self.file(owner, batch.input_file_id)
@@ -143,10 +147,7 @@ class BatchStore:
             if waiting >= _MAX_UNFINISHED:
                 text = f"{waiting} batches of this key have not ended; it may have {_MAX_UNFINISHED}; try again later"
                 raise HttpRefusal(429, text)
-            try:
-                self._write(self._described(batch.id), owner, batch)
-            except OSError as error:
-                raise _refusal_of(error) from error
+            self._write(self._described(batch.id), owner, batch)
             for old in [each for each in own if each.status in ENDED][self._most_ended :]:
                 self._described(old.id).unlink(missing_ok=True)
 
@@ -196,6 +197,7 @@ class BatchStore:
             except FileNotFoundError:
                 pass
             except _DAMAGED as error:
+                _check_is_damage(error)
                 logger.error("%s cannot be read: %s", name, error)
                 raise HttpRefusal(
                     500, f"the description of {name} is damaged; the server's log says where", kind="server_error"
@@ -216,6 +218,7 @@ class BatchStore:
             except FileNotFoundError:
                 pass  # removed meanwhile
             except _DAMAGED as error:  # it must not hide those of others
+                _check_is_damage(error)
                 logger.error("%s is left out, since it cannot be read: %s", path, error)
 
     def _write(self, path: Path, owner: bytes, value: pydantic.BaseModel) -> None:
@@ -227,16 +230,32 @@ class BatchStore:
                 os.fsync(target.fileno())
             partial.replace(path)
         except OSError:
-            partial.unlink(missing_ok=True)
+            _discard(partial)
             raise
 
 
-def _refusal_of(error: OSError) -> Exception:
-    """What a client is told of a write that failed: 507 where there is no room for it, else the error itself."""
+def refusal_of(error: OSError) -> Exception:
+    """What a client is told when the disk failed: 507 where there is no room, 503 where there are no descriptors; else
+    it is a defect, the error itself."""
+    if error.errno in _NO_FILES:
+        text = f"no file of serve.http.batch_dir can be opened now ({error.strerror}); try again later"
+        return HttpRefusal(503, text)
     if error.errno not in _NO_ROOM:
         return error
     text = f"the disk of serve.http.batch_dir has no room for it ({error.strerror}); {_NO_ROOM[error.errno]}"
     return HttpRefusal(507, text)
+
+
+def _check_is_damage(error: Exception) -> None:
+    """Raises OSError where nothing can be opened: what is not read now is not damaged, and must not be left out."""
+    if isinstance(error, OSError) and error.errno in _NO_FILES:
+        raise error
+
+
+def _discard(path: Path) -> None:
+    """Removes what was not written whole, where that can be done."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _bytes_of(path: Path) -> int:
