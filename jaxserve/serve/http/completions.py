@@ -6,7 +6,7 @@ cannot differ.
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Response
@@ -16,7 +16,7 @@ from jaxserve.api import Request, RequestOptions, SamplingParams, TokenLogprobs
 from jaxserve.engine import Prompt, Update
 from jaxserve.errors import InvalidRequest
 from jaxserve.serve.http.bodies import EVENTS, REFUSALS, JsonRoute
-from jaxserve.serve.http.door import Door, check_answered, follow, new_id, prepare, trace_of
+from jaxserve.serve.http.door import Door, check_answered, follow, new_id, trace_of
 from jaxserve.serve.http.errors import error_event
 from jaxserve.serve.http.keys import owner_of
 from jaxserve.serve.http.logprobs import CompletionLogprobsBuilder, WrittenLogprobs, write_prompt_logprobs
@@ -47,11 +47,12 @@ def completions_router(door: Door) -> APIRouter:
     async def create_completion(body: CompletionRequest, call: HttpRequest) -> Response:
         """Continues prompts."""
         door.check_model(body.model)
-        sampling = completion_sampling(body)
-        answer_id = new_id(body.request_id, call)
-        owner = owner_of(call)
-        makers = _makers(door, body, sampling, answer_id, trace_of(call), owner)
-        requests = await prepare(door, makers, sampling.n, tenant=caller_of(body), owner=owner)
+        answer_id, owner = new_id(body.request_id, call), owner_of(call)
+        prompts, n = list_prompts(body.prompt, "prompt"), body.n or 1
+        work = functools.partial(_prepare, door, body, prompts, answer_id, trace_of(call), owner)
+        sampling, requests = await door.engine.run(
+            work, prompts=len(prompts), n=n, tenant=caller_of(body), owner=owner.id
+        )
         door.engine.check_answer(requests, repeats_prompt=bool(body.echo) and body.logprobs is not None)
         answer = _Answer(door, body, sampling, requests, answer_id)
         if body.stream:
@@ -77,37 +78,33 @@ def check_texts(door: Door, prompts: Sequence[Prompt]) -> None:
     door.engine.check_text(*(prompt for prompt in prompts if isinstance(prompt, str)))
 
 
-def _makers(
-    door: Door, body: CompletionRequest, sampling: SamplingParams, answer_id: str, traceparent: str, owner: Owner
-) -> list[Callable[[], Request]]:
-    prompts = list_prompts(body.prompt, "prompt")
+def _prepare(
+    door: Door, body: CompletionRequest, prompts: Sequence[Prompt], answer_id: str, traceparent: str, owner: Owner
+) -> tuple[SamplingParams, list[Request]]:
+    """The options of a call, which may be as many as a body holds, and a request for each prompt. Any thread."""
+    sampling = completion_sampling(body)
     if body.resume is not None and len(prompts) > 1:
         raise InvalidRequest(f"resume is for one prompt, and there are {len(prompts)}; send them one by one")
     if sampling.truncate_prompt_tokens is not None:
         check_texts(door, prompts)
-    return [
-        functools.partial(
-            door.engine.engine.prepare,
-            prompt,
-            sampling,
-            owner.sign(
-                RequestOptions(
-                    request_id=answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
-                    priority=body.priority or 0,
-                    cache_salt=body.cache_salt or "",
-                    tenant=body.user or "",
-                    ttft_target_s=body.ttft_target_s,
-                    tpot_target_s=body.tpot_target_s,
-                    add_special_tokens=body.add_special_tokens is not False,
-                    traceparent=traceparent,
-                    echo=bool(body.echo),
-                    adapter=body.model,
-                    resume=resume_of(body),
-                )
-            ),
+    resume = resume_of(body)
+    requests: list[Request] = []
+    for number, prompt in enumerate(prompts):
+        options = RequestOptions(
+            request_id=answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            tenant=body.user or "",
+            ttft_target_s=body.ttft_target_s,
+            tpot_target_s=body.tpot_target_s,
+            add_special_tokens=body.add_special_tokens is not False,
+            traceparent=traceparent,
+            echo=bool(body.echo),
+            adapter=body.model,
+            resume=resume,
         )
-        for number, prompt in enumerate(prompts)
-    ]
+        requests.append(door.engine.engine.prepare(prompt, sampling, owner.sign(options)))
+    return sampling, requests
 
 
 class _Answer:

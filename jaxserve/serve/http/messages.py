@@ -26,7 +26,7 @@ from jaxserve.serve.http.conversation import (
     thinking_switch,
 )
 from jaxserve.serve.http.door import Door, check_answered, follow, new_id, trace_of
-from jaxserve.serve.http.errors import MESSAGES, MessagesErrorResponse, describe, json_response, messages_error
+from jaxserve.serve.http.errors import MESSAGES, MessagesErrorResponse, describe, messages_error
 from jaxserve.serve.http.keys import owner_of
 from jaxserve.serve.http.messages_bodies import (
     MessagesRequest,
@@ -41,6 +41,7 @@ from jaxserve.serve.http.messages_bodies import (
     ToolUseOut,
     chat_of,
 )
+from jaxserve.serve.http.pieces import json_answer
 from jaxserve.serve.http.requests import ChatRequest
 from jaxserve.serve.http.responses import as_fields
 from jaxserve.serve.http.streaming import Event, EventStream, UsageCounter, named_event
@@ -78,7 +79,7 @@ def messages_router(door: Door) -> APIRouter:
         if body.stream:
             response = EventStream(door, [chat.request], answer, answer_id)
         else:
-            response = json_response(await answer.whole(door), headers={"x-request-id": answer_id})
+            response = await json_answer(door.turns, await answer.whole(door), {"x-request-id": answer_id})
         response.headers["request-id"] = answer_id  # where Anthropic's clients look for it
         return response
 
@@ -86,7 +87,8 @@ def messages_router(door: Door) -> APIRouter:
     async def count_tokens(body: PromptFields, call: HttpRequest) -> Response:
         """The tokens that the prompt of this conversation has."""
         door.check_model(body.model)
-        return json_response(await door.engine.run(functools.partial(_count, door, body), owner=owner_of(call).id))
+        count = await door.engine.run(functools.partial(_count, door, body), owner=owner_of(call).id)
+        return await json_answer(door.turns, count)
 
     return router
 

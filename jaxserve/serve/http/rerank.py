@@ -13,8 +13,8 @@ from jaxserve.api import RequestOptions
 from jaxserve.engine import Judgement, encode_pairs, make_pairs, need_reranker
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.door import Door, in_time, new_id, trace_of
-from jaxserve.serve.http.errors import json_response
 from jaxserve.serve.http.keys import owner_of
+from jaxserve.serve.http.pieces import json_answer
 from jaxserve.serve.http.requests import DocumentFields, RerankRequest, ScoreRequest
 from jaxserve.serve.http.responses import (
     RankedDocument,
@@ -52,7 +52,7 @@ def rerank_router(door: Door) -> APIRouter:
         answer = RerankResponse(
             id=answer_id, object="list", model=door.model_name, results=results, usage=_usage(judgements)
         )
-        return json_response(answer, headers={"x-request-id": answer_id})
+        return await json_answer(door.turns, answer, {"x-request-id": answer_id})
 
     @router.post("/score", response_model=ScoreResponse)
     @router.post("/v1/score", response_model=ScoreResponse)
@@ -73,7 +73,7 @@ def rerank_router(door: Door) -> APIRouter:
             ],
             usage=_usage(judgements),
         )
-        return json_response(answer, headers={"x-request-id": answer_id})
+        return await json_answer(door.turns, answer, {"x-request-id": answer_id})
 
     return router
 

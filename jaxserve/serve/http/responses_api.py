@@ -19,9 +19,10 @@ from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.conversation import Chat, Part, PartKind, Parts, Turn, prepare_chat
 from jaxserve.serve.http.door import Door, check_answered, follow, new_id, trace_of
-from jaxserve.serve.http.errors import HttpRefusal, describe, json_response
+from jaxserve.serve.http.errors import HttpRefusal, describe
 from jaxserve.serve.http.formats import Piece
 from jaxserve.serve.http.keys import owner_of
+from jaxserve.serve.http.pieces import json_answer
 from jaxserve.serve.http.requests import ForeignTool, Message
 from jaxserve.serve.http.responses import as_fields
 from jaxserve.serve.http.responses_api_bodies import (
@@ -92,14 +93,13 @@ def responses_router(door: Door) -> APIRouter:
         if body.previous_response_id is not None:
             before = _find(stored, owner.digest, body.previous_response_id, "previous_response_id")
         answer_id = new_id(None, call)
-        asked = messages_of(body)
-        work = functools.partial(_prepare, door, body, before, asked, answer_id, trace_of(call), owner)
-        chat = await door.engine.run(work, prompts=1, tenant=body.user or "", owner=owner.id)
+        work = functools.partial(_prepare, door, body, before, answer_id, trace_of(call), owner)
+        asked, chat = await door.engine.run(work, prompts=1, tenant=body.user or "", owner=owner.id)
         keep = stored if stored.keeps and body.store is not False else None
         answer = _Answer(door, body, chat, answer_id, _Keeping(keep, owner.digest, before, asked))
         if body.stream:
             return EventStream(door, [chat.request], answer, answer_id)
-        return json_response(await answer.whole(door), headers={"x-request-id": answer_id})
+        return await json_answer(door.turns, await answer.whole(door), {"x-request-id": answer_id})
 
     @router.get(f"{PATH}/{{response_id}}", response_model=ResponseObject)
     async def retrieve_response(response_id: str, call: HttpRequest, stream: bool = False) -> Response:
@@ -148,14 +148,15 @@ def _prepare(
     door: Door,
     body: ResponsesRequest,
     before: Stored | None,
-    asked: Sequence[Message],
     answer_id: str,
     traceparent: str,
     owner: Owner,
-) -> Chat:
+) -> tuple[list[Message], Chat]:
+    """The messages of the body alone, and the request for the whole conversation. Any thread."""
+    asked = messages_of(body)
     if before is None and not asked:
         raise InvalidRequest("input has no message; give one")
-    return prepare_chat(door, chat_of(body, _messages(before), asked), answer_id, traceparent, owner)
+    return asked, prepare_chat(door, chat_of(body, _messages(before), asked), answer_id, traceparent, owner)
 
 
 def _messages(before: Stored | None) -> list[Message]:

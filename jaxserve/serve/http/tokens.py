@@ -13,7 +13,6 @@ from jaxserve.errors import InvalidRequest, PromptTooLong
 from jaxserve.serve.http.bodies import REFUSALS, JsonRoute
 from jaxserve.serve.http.conversation import render_chat, shown_tools
 from jaxserve.serve.http.door import Door
-from jaxserve.serve.http.errors import json_response
 from jaxserve.serve.http.keys import owner_of
 from jaxserve.serve.http.pieces import json_answer
 from jaxserve.serve.http.requests import DetokenizeRequest, TokenizeRequest
@@ -51,7 +50,8 @@ def tokens_router(door: Door) -> APIRouter:
     async def detokenize(body: DetokenizeRequest, call: HttpRequest) -> Response:
         """The text of ids, special tokens spelled out."""
         door.check_model(body.model)
-        return json_response(await door.engine.run(functools.partial(_detokenize, door, body), owner=owner_of(call).id))
+        text = await door.engine.run(functools.partial(_detokenize, door, body), owner=owner_of(call).id)
+        return await json_answer(door.turns, text)
 
     @router.get("/tokenizer_info", tags=["Text"])
     async def tokenizer_info() -> TokenizerInfo:
