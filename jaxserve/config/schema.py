@@ -545,6 +545,9 @@ class GrpcConfig(Section):
         ge=1024,
         description="Most bytes of the messages of all calls that have not ended; one more is told to try again later.",
     )
+    message_timeout_s: float = pydantic.Field(
+        default=30.0, gt=0, description="Seconds in which the message of a call must arrive."
+    )
     keepalive_s: float = pydantic.Field(
         default=20.0, gt=0, description="Seconds of silence after which a client gets a ping."
     )

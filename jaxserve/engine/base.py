@@ -52,8 +52,8 @@ class Answering(Protocol):
         """Raises QueueFull when this many more would be refused now; see `Engine.check_room`."""
         ...
 
-    def abort(self, request: Request) -> None:
-        """Ends a request; see `Engine.abort`."""
+    def abort(self, *requests: Request) -> None:
+        """Ends requests; see `Engine.abort`."""
         ...
 
     def watch_deliveries(self, tell: Callable[[], None]) -> None:
@@ -107,8 +107,8 @@ class AnyEngine(Answering, Protocol):
         """The model's own template, or one of Jinja `source`; see `Engine.chat_template`."""
         ...
 
-    def abort(self, request: str | Request) -> None:
-        """Ends a request; see `Engine.abort`."""
+    def abort(self, *requests: str | Request) -> None:
+        """Ends requests; see `Engine.abort`."""
         ...
 
     def step(self) -> bool:

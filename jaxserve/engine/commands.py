@@ -17,8 +17,10 @@ class Submit(NamedTuple):
 
 
 class Abort(NamedTuple):
-    request_id: str
-    request: Request | None  # None: any request that has the id
+    """Of many at once: thousands of commands would hold the loop up, most of them for nothing."""
+
+    request_ids: tuple[str, ...]
+    request: Request | None  # None: any request that has one of the ids
 
 
 class Wake(NamedTuple):

@@ -244,15 +244,16 @@ class Engine:
         them. `pending`: sequences by owner that are about to be submitted, and count as if they waited."""
         self._waiting.check_room(num_sequences, owner, pending)
 
-    def abort(self, request: str | Request) -> None:
-        """Ends a request; its pages are free at the next step. Unknown ones are ignored (it may just have ended).
+    def abort(self, *requests: str | Request) -> None:
+        """Ends requests; their pages are free at the next step. Unknown ones are ignored (they may just have ended).
 
         By id, or by the request itself, which leaves another request of the same id alone.
         """
-        if isinstance(request, Request):
-            self._inbox.put(Abort(request.request_id, request))
-        else:
-            self._inbox.put(Abort(request, None))
+        if request_ids := tuple(each for each in requests if isinstance(each, str)):
+            self._inbox.put(Abort(request_ids, None))
+        for request in requests:
+            if isinstance(request, Request):
+                self._inbox.put(Abort((request.request_id,), request))
 
     def wake(self) -> None:
         """What the scheduler waited for may have come: a loop that sleeps looks again. Any thread."""

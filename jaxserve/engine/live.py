@@ -230,10 +230,11 @@ class LiveRequests:
         self._num_affecting_plans -= live.affects_plans
 
     def abort(self, command: Abort) -> None:
-        """Ends a request, if it is still there."""
-        live = self.by_id.get(command.request_id)
-        if live is not None and command.request in (None, live.request):
-            self._end(live, None, FinishReason.ABORT)
+        """Ends requests, those that are still there."""
+        for request_id in command.request_ids:
+            live = self.by_id.get(request_id)
+            if live is not None and command.request in (None, live.request):
+                self._end(live, None, FinishReason.ABORT)
 
     def longest_wait_s(self, now_s: float) -> float:
         """Seconds since the submission of the first request that has no token yet; 0 when none waits."""

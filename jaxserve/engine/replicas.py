@@ -273,8 +273,12 @@ class EngineGroup:
         if full is not None:
             raise full
 
-    def abort(self, request: str | Request) -> None:
+    def abort(self, *requests: str | Request) -> None:
         """See `Engine.abort`."""
+        for request in requests:
+            self._abort_one(request)
+
+    def _abort_one(self, request: str | Request) -> None:
         request_id = request.request_id if isinstance(request, Request) else request
         with self._lock:
             routed = self._routed.get(request_id)

@@ -4,7 +4,7 @@ Health needs no token, since balancers have none; with TLS it
 needs TLS as everything else.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -28,7 +28,7 @@ class BearerTokens(grpc.aio.ServerInterceptor):
         self._known = known
         self._admins = admins
 
-        async def refuse(request: bytes, context: grpc.aio.ServicerContext) -> None:
+        async def refuse(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
             error = Unauthenticated(
                 "this server needs a token that it knows; send the metadata 'authorization: Bearer TOKEN'"
             )
@@ -37,7 +37,7 @@ class BearerTokens(grpc.aio.ServerInterceptor):
             counts.note_refusal(Refusal(GRPC, reason_of(error), code.name, OTHER, None))
             await context.abort(code, str(error))
 
-        self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
+        self._refusal = grpc.stream_unary_rpc_method_handler(refuse)  # which reads none of them
 
     async def intercept_service(
         self,

@@ -3,19 +3,27 @@
 A handler raises typed errors and never uses codes. Parsing is done here too, since gRPC itself answers an undecodable
 message with UNKNOWN and a Python exception text. So messages are counted here as they came, until their calls end, and
 large ones are parsed one after the other (`LargeReads`).
+
+What a message has is known when all of it has come. So gRPC itself reads none: to it every method takes a stream, of
+which the first message is read here, a few of a caller at a time. What is not read stays with its client, but for the
+first 64 KiB (`grpc_server`).
 """
 
+import asyncio
+import collections
+import contextlib
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from jaxserve.config.schema import GrpcConfig
 from jaxserve.engine.shared_room import SharedRoom
-from jaxserve.errors import InvalidRequest, MessagesFull, Status
+from jaxserve.errors import DeadlineExceeded, InvalidRequest, MessagesFull, Status
 from jaxserve.serve.counts import GRPC, OTHER, DoorCounts, Refusal, reason_of
 from jaxserve.serve.large_reads import LARGE_BYTES, LargeReads
 from jaxserve.serve.owners import Owners
@@ -26,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _OWN = "/jaxserve."
 _SMALL_BYTES = 1024  # of a message to health or reflection, which is always read: a probe must be answered
+_AT_ONCE = 8  # messages of a caller that are being read; those that are being parsed are among them
+_MOST_UNREAD = 4096  # calls of a caller whose messages have not been read: each has up to 64 KiB of its own
 _RETRY_S = 1.0
 _ID = re.compile(r"[!-~]{1,256}")  # as HTTP has it: a request's id may be any text, which has no place in a log
 
@@ -33,11 +43,12 @@ _ID = re.compile(r"[!-~]{1,256}")  # as HTTP has it: a request's id may be any t
 class TypedErrors(grpc.aio.ServerInterceptor):
     """Wraps all methods, and counts those of `jaxserve.*` services."""
 
-    def __init__(self, counts: DoorCounts, max_messages_bytes: int, owners: Owners, reads: LargeReads) -> None:
-        """`max_messages_bytes`: of the messages of all calls that have not ended. `owners`: tells whose. `reads`: for
-        large ones."""
+    def __init__(self, counts: DoorCounts, config: GrpcConfig, owners: Owners, reads: LargeReads) -> None:
+        """`config`: the limits of messages. `owners`: tells whose they are. `reads`: for large ones."""
         self._counts = counts
-        self._room: SharedRoom[str] = SharedRoom(max_messages_bytes)
+        self._room: SharedRoom[str] = SharedRoom(config.max_messages_bytes)
+        self._arrivals = Arrivals()
+        self._message_timeout_s = config.message_timeout_s
         self._owners = owners
         self._reads = reads
 
@@ -59,14 +70,22 @@ class TypedErrors(grpc.aio.ServerInterceptor):
         name = method.rpartition("/")[2]
         counts = self._counts if method.startswith(_OWN) else None
 
-        async def call(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
+        async def call(raws: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
             code = grpc.StatusCode.CANCELLED  # the call ended without an answer or an error: its client has left
-            owner, size, is_in, request = "", len(raw), False, None
+            owner, size, is_in, request = "", 0, False, None
             try:
                 owner = self._owners.of_call(context).id
-                self._enter(owner, size, at_any_rate=counts is None and size <= _SMALL_BYTES)
-                is_in = True
-                request = await self._parsed(parse, raw, owner)
+                # A probe has places of its own, so that it does not wait for messages of other methods.
+                async with self._arrivals.place((owner, counts is None)):
+                    raw = await self._read(context)
+                    if raw is None:
+                        await _refuse_empty(context)
+                        return None
+                    size = len(raw)
+                    self._enter(owner, size, at_any_rate=counts is None and size <= _SMALL_BYTES)
+                    is_in = True
+                    request = await self._parsed(parse, raw, owner)
+                    del raw
                 answer = await behaviour(request, context)
                 code = grpc.StatusCode.OK
                 return answer
@@ -85,9 +104,23 @@ class TypedErrors(grpc.aio.ServerInterceptor):
                     counts.note_grpc(name, code.name)
 
         wrap = (
-            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
         )
         return wrap(call, request_deserializer=None, response_serializer=handler.response_serializer)
+
+    async def _read(self, context: grpc.aio.ServicerContext) -> bytes | None:
+        """The message of the call; None where the client has sent none, one that is too long, or has left."""
+        try:
+            async with asyncio.timeout(self._message_timeout_s):
+                raw = await context.read()
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"the message did not arrive within {self._message_timeout_s:g} s (serve.grpc.message_timeout_s); "
+                "send it sooner or faster"
+            ) from error
+        return raw if isinstance(raw, bytes) else None  # gRPC's mark of the end is neither bytes nor documented
 
     async def _parsed(self, parse: Callable[[bytes], Any], raw: bytes, owner: str) -> Any:
         if len(raw) <= LARGE_BYTES:
@@ -104,6 +137,39 @@ class TypedErrors(grpc.aio.ServerInterceptor):
                 f"{self._room.part(owner)}; try again later",
                 retry_after_s=_RETRY_S,
             )
+
+
+class Arrivals:
+    """Places in which messages arrive: so many for each caller that one who sends slowly costs the others none. Used on
+    one event loop."""
+
+    def __init__(self) -> None:
+        self._places: dict[Hashable, asyncio.Semaphore] = {}
+        self._num_calls: collections.Counter[Hashable] = collections.Counter()
+
+    @contextlib.asynccontextmanager
+    async def place(self, owner: Hashable) -> AsyncIterator[None]:
+        """Waits for a place, and holds it within. Raises MessagesFull when too many wait."""
+        if self._num_calls[owner] >= _MOST_UNREAD:
+            raise MessagesFull(
+                f"{_MOST_UNREAD} calls of yours wait for their messages to be read, and no more may; try again later",
+                retry_after_s=_RETRY_S,
+            )
+        places = self._places.setdefault(owner, asyncio.Semaphore(_AT_ONCE))
+        self._num_calls[owner] += 1
+        try:
+            async with places:
+                yield
+        finally:
+            self._num_calls[owner] -= 1
+            if not self._num_calls[owner]:
+                del self._num_calls[owner], self._places[owner]
+
+
+async def _refuse_empty(context: grpc.aio.ServicerContext) -> None:
+    """Ends a call without a message, should its client still be there."""
+    with contextlib.suppress(grpc.aio.InternalError):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message; send one")
 
 
 def _streaming(handler: Any, method: str) -> Any:

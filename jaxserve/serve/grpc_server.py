@@ -36,6 +36,7 @@ SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 LIVE_NAME = "live"
 
 _POLL_S = 0.01
+_UNREAD_BYTES = 2**16 - 1  # of a call whose message nobody has asked for; HTTP/2 begins with so many
 _HANDSHAKE_MS = 10_000  # until a connection has said that it speaks HTTP/2; gRPC's own limit is 120 s
 
 
@@ -97,7 +98,7 @@ class GrpcServer:
         if keys.grpc.known is not None or keys.admins is not None:
             interceptors.append(BearerTokens(keys.grpc.known, keys.admins, counts))
         self._reads = LargeReads()
-        interceptors.append(TypedErrors(counts, config.max_messages_bytes, keys.grpc, self._reads))
+        interceptors.append(TypedErrors(counts, config, keys.grpc, self._reads))
         methods = [*pb.DESCRIPTOR.services_by_name["Inference"].methods_by_name]
         names = [SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME]
         if admin is not None:
@@ -181,6 +182,9 @@ def _options(config: GrpcConfig, max_connections: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", -1),  # log-probabilities of a long prompt are many megabytes
+        # By itself gRPC lets a fast client send megabytes of each call ahead. A message that is read comes as a whole.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
         # Each connection takes a descriptor of the process, which the HTTP port and its probes need, too.
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),

@@ -6,7 +6,7 @@ Errors become statuses in `grpc_errors`, updates become messages in `replies`; p
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import grpc
 
@@ -116,10 +116,9 @@ class InferenceService(pb_grpc.InferenceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         """Ids of a text or a chat, as `Generate` would encode it."""
         refuse_special_text = self._refuse_special_text
-        token_ids = await self._engine.run(
-            lambda: _tokenize(self._engine, request, refuse_special_text), owner=self._owner_of(context).id
+        return await self._engine.run(
+            lambda: _tokenized(self._engine, request, refuse_special_text), owner=self._owner_of(context).id
         )
-        return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._engine.engine.model.max_model_len)
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
@@ -158,10 +157,11 @@ class InferenceService(pb_grpc.InferenceServicer):
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         """Ends requests of the caller by id; within one step their memory is free."""
         owner = self._owner_of(context)
-        for request_id in map(owner.own, abort_from_proto(request)):
+        request_ids = [owner.own(request_id) for request_id in abort_from_proto(request)]
+        for request_id in request_ids:
             if request_id in self._early:
                 self._early[request_id].aborted = True
-            self._engine.engine.abort(request_id)
+        self._engine.engine.abort(*request_ids)
         return pb.AbortResponse()
 
 
@@ -254,11 +254,11 @@ def _check_chat_size(chat: pb.ChatMessages) -> None:
         )
 
 
-def _ids_of(message: pb.TokenIds) -> list[int]:
+def _copied(ids: Sequence[int]) -> list[int]:
     """A copy, between whose pieces other threads have their turn."""
     found: list[int] = []
-    for start in range(0, len(message.ids), _IDS_AT_ONCE):
-        found += message.ids[start : start + _IDS_AT_ONCE]
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        found += ids[start : start + _IDS_AT_ONCE]
     return found
 
 
@@ -321,7 +321,7 @@ def _prompt(engine: AnyEngine, message: pb.GenerateRequest, refuse_special_text:
         return chat_prompt(message.text, sources)
     if kind == "token_ids":
         refuse_unknown_fields(message.token_ids)
-        return {"prompt_token_ids": _ids_of(message.token_ids), "multi_modal_data": {"image": sources}}
+        return {"prompt_token_ids": _copied(message.token_ids.ids), "multi_modal_data": {"image": sources}}
     if kind == "chat":
         if sources:
             raise InvalidRequest("pictures of a chat belong to its messages; set ChatMessage.pictures")
@@ -353,6 +353,16 @@ def _message(message: pb.ChatMessage) -> dict[str, object]:
     return {"role": message.role, "content": [*({"type": "image", "image": data} for data in message.pictures), *text]}
 
 
+def _tokenized(
+    async_engine: AsyncEngine[AnyEngine], message: pb.TokenizeRequest, refuse_special_text: bool
+) -> pb.TokenizeResponse:
+    token_ids = _tokenize(async_engine, message, refuse_special_text)
+    answer = pb.TokenizeResponse(max_model_len=async_engine.engine.model.max_model_len)
+    for start in range(0, len(token_ids), _IDS_AT_ONCE):  # as in `_copied`
+        answer.token_ids.extend(token_ids[start : start + _IDS_AT_ONCE])
+    return answer
+
+
 def _tokenize(
     async_engine: AsyncEngine[AnyEngine], message: pb.TokenizeRequest, refuse_special_text: bool
 ) -> list[int]:
@@ -376,7 +386,7 @@ def _detokenize(engine: AnyEngine, message: pb.DetokenizeRequest) -> str:
     refuse_unknown_fields(message)
     tokenizer = _tokenizer(engine)
     check_token_ids(message.token_ids, engine.model.vocab_size)
-    return tokenizer.decode(tuple(message.token_ids), skip_special_tokens=message.skip_special_tokens)
+    return tokenizer.decode(_copied(message.token_ids), skip_special_tokens=message.skip_special_tokens)
 
 
 def _tokenizer(engine: AnyEngine) -> Tokenizer:

@@ -211,10 +211,11 @@ class RouteEngine:
         self._tasks[id(request)] = task
         task.add_done_callback(lambda _: self._tasks.pop(id(request), None))
 
-    def abort(self, request: Request) -> None:
-        """Ends it, on its server as well."""
-        if (task := self._tasks.get(id(request))) is not None:
-            task.cancel()
+    def abort(self, *requests: Request) -> None:
+        """Ends them, on their servers as well."""
+        for request in requests:
+            if (task := self._tasks.get(id(request))) is not None:
+                task.cancel()
 
     def watch_deliveries(self, tell: Callable[[], None]) -> None:
         """`tell` is called after each update."""

@@ -576,6 +576,16 @@ def test_priority_is_a_number(priority) -> None:
         Parts().engine.prepare("a", GREEDY, RequestOptions(priority=priority))
 
 
+def test_thousands_of_ids_are_aborted_by_one_command() -> None:
+    parts = Parts()
+    names = [parts.submit("a") for _ in range(3)]
+    commands = parts.engine._inbox.qsize()
+    parts.engine.abort(*(f"nobody {k}" for k in range(5000)), names[0], names[2])
+    assert parts.engine._inbox.qsize() == commands + 1
+    parts.engine.run_until_idle()
+    assert [parts.end(name).finish_reason for name in names] == [*(FinishReason.ABORT, FinishReason.LENGTH) * 2][:3]
+
+
 def test_aborts_do_not_count_as_waiting() -> None:
     parts = Parts(max_waiting=2)
     ids = [parts.submit("a") for _ in range(2)]

@@ -1,8 +1,10 @@
 """Bytes of messages: what one caller holds shuts out no other, and what is no message is told so on every method."""
 
+import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -14,9 +16,10 @@ from serve_parts import LONG, WAIT_S, Served, serve_bytes, serve_slowly, served,
 from jaxserve.api import SamplingParams
 from jaxserve.client import CallOptions, Client, RequestFailed, Retries
 from jaxserve.config.schema import GrpcConfig
-from jaxserve.errors import Status
+from jaxserve.errors import MessagesFull, Status
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
+from jaxserve.serve.grpc_errors import Arrivals
 from jaxserve.serve.large_reads import LargeReads
 
 KEYS = ("alpha", "beta")
@@ -97,6 +100,100 @@ def test_large_messages_are_parsed_in_turns_off_the_loop(crowded: Served, monkey
         with pytest.raises(grpc.RpcError) as caught:
             next(replies)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "cannot be decoded" in caught.value.details()
+
+
+GENERATE = "/jaxserve.v1.Inference/Generate"
+PLACES = 8  # of one caller, in which its messages arrive
+
+
+@contextlib.asynccontextmanager
+async def silent(channel: grpc.aio.Channel, count: int) -> AsyncIterator[None]:
+    """So many calls that have begun and send no message."""
+    calls = [channel.stream_stream(GENERATE)(metadata=AS_ONE, timeout=WAIT_S) for _ in range(count)]
+    try:
+        for call in calls:
+            await call.wait_for_connection()
+        yield
+    finally:
+        for call in calls:
+            call.cancel()
+
+
+async def test_a_caller_whose_messages_do_not_come_costs_others_nothing(crowded: Served) -> None:
+    message = pb.GenerateRequest(text="a", sampling=pb.SamplingParams(max_tokens=2), cache_salt="s" * MIB)
+    large = message.SerializeToString()
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(crowded.address, options) as one, silent(one, PLACES):
+        unread = one.stream_stream(GENERATE)(metadata=AS_ONE, timeout=WAIT_S)
+        sending = asyncio.ensure_future(unread.write(large))
+        async with grpc.aio.insecure_channel(crowded.address, options) as two:
+            metadata = (("authorization", f"Bearer {KEYS[1]}"),)
+            replies = [reply async for reply in two.unary_stream(GENERATE)(large, timeout=WAIT_S, metadata=metadata)]
+        assert pb.GenerateResponse.FromString(replies[-1]).usage.num_generated_tokens == 2
+        health = health_pb2_grpc.HealthStub(one)  # of the same caller and on its connection
+        assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)).status == 1
+        assert not sending.done(), "what nobody reads stays with its client"
+        unread.cancel()
+        with contextlib.suppress(asyncio.CancelledError, asyncio.InvalidStateError):
+            await sending
+    async with grpc.aio.insecure_channel(crowded.address, options) as one:  # its places are free again
+        assert [reply async for reply in one.unary_stream(GENERATE)(large, timeout=WAIT_S, metadata=AS_ONE)]
+
+
+async def test_messages_of_a_caller_arrive_a_few_at_a_time_and_calls_that_wait_have_a_limit() -> None:
+    arrivals, come, arriving = Arrivals(), asyncio.Event(), list[str]()
+
+    async def arrive(owner: str) -> None:
+        async with arrivals.place(owner):
+            arriving.append(owner)
+            await come.wait()
+            arriving.remove(owner)
+
+    async def turns() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    mine = [asyncio.ensure_future(arrive("mine")) for _ in range(4096)]
+    theirs = asyncio.ensure_future(arrive("theirs"))
+    await turns()
+    assert (arriving.count("mine"), arriving.count("theirs")) == (PLACES, 1)
+    with pytest.raises(MessagesFull, match="4096 calls of yours") as refused:
+        await arrive("mine")
+    assert refused.value.retry_after_s == 1.0
+    mine[0].cancel()  # one that arrives
+    mine[-1].cancel()  # one that waits
+    await turns()
+    assert len(mine) - sum(each.done() for each in mine) == 4094
+    come.set()
+    await asyncio.gather(*mine, theirs, return_exceptions=True)
+    assert not arrivals._places and not arrivals._num_calls
+
+
+def test_a_message_that_does_not_come_in_time_ends_its_call() -> None:
+    with (
+        served(serve_bytes(), grpc_config=GrpcConfig(port=0, message_timeout_s=0.1)) as parts,
+        grpc.insecure_channel(parts.address) as channel,
+    ):
+        never = threading.Event()
+        waits = iter(lambda: never.wait(WAIT_S) and b"", b"")
+        call = channel.stream_stream("/jaxserve.v1.Inference/Generate")(waits, timeout=WAIT_S)
+        try:
+            with pytest.raises(grpc.RpcError, match=r"serve\.grpc\.message_timeout_s") as caught:
+                next(call)
+        finally:
+            never.set()
+        assert isinstance(caught.value, grpc.Call) and caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        with pytest.raises(grpc.RpcError, match="no message") as caught:
+            next(channel.stream_stream("/jaxserve.v1.Inference/Generate")(iter(()), timeout=WAIT_S))
+        assert isinstance(caught.value, grpc.Call) and caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with Client(parts.address, retries=ONCE) as client:
+            assert client.complete("a", SHORT, timeout_s=WAIT_S).text == "bc"
+
+
+async def test_nothing_is_read_of_a_caller_without_a_token(crowded: Served) -> None:
+    async with grpc.aio.insecure_channel(crowded.address) as channel:
+        call = channel.stream_stream(GENERATE)(timeout=WAIT_S)  # it has sent nothing when it is refused
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_what_has_too_many_parts_is_refused_before_it_is_looked_at(crowded: Served) -> None:

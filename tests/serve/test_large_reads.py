@@ -60,6 +60,28 @@ def test_a_thread_rests_before_the_next_message_for_as_long_as_the_last_one_took
     assert rests == [0.03, 0.05, 0.2]  # none is longer than the most
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_memory_of_large_messages_is_given_back_when_no_more_come(closed: bool) -> None:
+    given_back = list[str]()
+
+    def give_back() -> None:
+        given_back.append(threading.current_thread().name)
+
+    async def read() -> None:
+        reads = LargeReads(give_back=give_back, give_back_s=0.0)
+        await reads.run("mine", lambda: None)
+        if not closed:
+            while not given_back:
+                await asyncio.sleep(0)
+        reads.close()
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    asyncio.run(read())
+    assert bool(given_back) is not closed
+    assert all(name.startswith("jaxserve-large") for name in given_back)
+
+
 def test_what_is_cancelled_while_it_waits_is_never_read_and_errors_come_to_the_caller() -> None:
     released, done = threading.Event(), list[str]()
 
