@@ -64,9 +64,9 @@ def test_there_are_commands_for_the_main_routes() -> None:
     assert "/v1/rerank" in text and "/v1/score" in text
 
 
-_LIMIT = re.compile(r"max_|(header|body|request)_timeout_s$|stored_responses|batch_(?!dir$)")
+_LIMIT = re.compile(r"max_|(header|body|request|message)_timeout_s$|stored_responses|batch_(?!dir$)")
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "Mi": 2**20}
-_STATUSES = {"400", "408", "413", "429", "503", "RESOURCE_EXHAUSTED", "-"}
+_STATUSES = {"400", "408", "413", "429", "503", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "-"}
 
 
 def test_the_table_of_limits_is_that_of_the_settings() -> None:
