@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxserve.api import Request, RequestOptions, SamplingParams
 from jaxserve.config import ResolvedConfig
-from jaxserve.engine import AsyncEngine, Prompt, Update, encode_pairs, make_pairs, need_reranker
+from jaxserve.engine import AsyncEngine, CacheControl, Prompt, Update, encode_pairs, make_pairs, need_reranker
 from jaxserve.offline import prepare_chat
 from jaxserve.offline.arguments import refuses_unknown
 from jaxserve.offline.forks import Maker
@@ -241,6 +241,13 @@ class AsyncLLM(FrontDoor):
         """
         self._maker.check()
         await asyncio.to_thread(self._assembly.weights.wake_up, weights, version)
+
+    @refuses_unknown
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets the pages of all prompts beside the running steps, whose requests keep theirs. See `LLM`."""
+        self._maker.check()
+        await asyncio.to_thread(CacheControl(self._engine).flush, None, store=False)
+        return True
 
     async def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> None:
         """Reads a LoRA adapter beside the running steps; requests may name it from now on. See `LLM.load_adapter`.

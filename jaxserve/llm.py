@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard
 from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.config import ResolvedConfig, for_batches
 from jaxserve.console import BatchBar
-from jaxserve.engine import Prompt, Update, encode_pairs, make_pairs, need_reranker, pooling_params
+from jaxserve.engine import CacheControl, Prompt, Update, encode_pairs, make_pairs, need_reranker, pooling_params
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.offline import (
     CompletionOutput,
@@ -127,7 +127,18 @@ class LLM(FrontDoor):
         """No prompt may name the adapter any more. Raises UnknownModel."""
         self._assembly.adapters.unload(name, self.model_name)
 
-    def _drive(self, changes: "Sequence[Future[float]]") -> None:
+    @refuses_unknown
+    @one_call
+    def reset_prefix_cache(self) -> bool:
+        """Forgets the pages of all prompts, on the device and in host memory, so that none finds one. Returns True.
+
+        Streams that have begun keep theirs, and a store (`store.kind`) all of its own. Raises InvalidRequest for a
+        scheduler of your own that has no such operation.
+        """
+        CacheControl(self._engine, self._drive).flush(None, store=False)
+        return True
+
+    def _drive(self, changes: "Sequence[Future[Any]]") -> None:
         def done() -> bool:
             return all(change.done() for change in changes)
 

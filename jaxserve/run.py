@@ -10,7 +10,6 @@ counted, and with 2 when all did.
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import sys
@@ -20,15 +19,17 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from jaxserve.api import SamplingParams
 from jaxserve.cli.options import (
     HELP_OPTIONS,
     USER_ERROR,
+    Command,
     ConfigOption,
     SetOption,
+    flag_settings,
     one_line,
     run_app,
-    with_model,
+    sampling_flags,
+    with_one_model,
 )
 from jaxserve.config import ResolvedConfig, for_batches, load_config, settings_from_environment
 from jaxserve.config.model_path import resolve_model_path
@@ -58,12 +59,13 @@ _HTTP_PORT = 8000  # of `jaxserve serve`, as with other engines
 
 
 def run_command(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help="Directory of a model, GGUF file, demo, or demo-vision; default: --config's.")
     ] = None,
     config: ConfigOption = None,
     set_: SetOption = None,
-    model_option: Annotated[str | None, typer.Option("--model", help="The same as MODEL.")] = None,
+    model_option: Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL.")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to complete or answer. Repeatable.")] = None,
     input_: Annotated[Path | None, typer.Option("--input", help="JSONL file of prompts.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSONL file of results; default: stdout.")] = None,
@@ -90,8 +92,7 @@ def run_command(
     ] = False,
 ) -> int:
     """Answer prompts (--prompt, --input) and exit, or serve the ports of a config; see also `jaxserve serve MODEL`."""
-    named = _one_model(model, model_option)
-    resolved = load_config(config, with_model(set_, None if named is None else Path(named)))
+    resolved = load_config(config, with_one_model(context, set_, model, model_option))
     answers = bool(prompt) or input_ is not None
     attends = resolved.config.hosts.process_id > 0
     set_up_logging(
@@ -101,7 +102,7 @@ def run_command(
     if attends:
         return _attend(resolved)  # the same command on every host: prompts and ports are for process 0
     flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    sampling = {name: value for name, value in flags.items() if value is not None}
+    sampling = sampling_flags(context, flags)
     if not answers:
         given = {"output": output is not None, "journal": journal is not None}
         others = {"chat": chat, "picture": bool(picture), "json": json_, "echo": echo, **given}
@@ -112,7 +113,6 @@ def run_command(
         raise ConfigError("--journal needs --input and --output: it keeps what is written from the one to the other")
     if journal is not None and output is not None and journal.resolve() == output.resolve():
         raise ConfigError(f"--journal and --output are the same file, {journal}")
-    SamplingParams.from_dict(sampling)  # a wrong value is reported before minutes are spent on loading
     if pictures is not None and input_ is None:
         raise ConfigError("--pictures is for the messages of --input; give both")
     if picture and not (prompt and chat):
@@ -137,6 +137,7 @@ def run_command(
 
 
 def serve_command(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help="Directory of a model, GGUF file, demo, or demo-vision; default: --config's.")
     ] = None,
@@ -144,7 +145,7 @@ def serve_command(
     host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
     config: ConfigOption = None,
     set_: SetOption = None,
-    model_option: Annotated[str | None, typer.Option("--model", hidden=True)] = None,
+    model_option: Annotated[str | None, typer.Option("--model", "-m", hidden=True)] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Sets model.name.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Sets model.tokenizer.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Sets model.dtype.")] = None,
@@ -167,27 +168,26 @@ def serve_command(
 ) -> int:
     """Serve a model over HTTP until SIGTERM: OpenAI's and Anthropic's APIs, and a page for a chat."""
     given = {
-        "model.path": _one_model(model, model_option),
-        "serve.http.port": port,
-        "serve.host": host,
-        "model.name": served_model_name,
-        "model.tokenizer": tokenizer,
-        "model.dtype": dtype,
-        "model.quantization": quantization,
-        "model.seed": seed,
-        "model.max_len": max_model_len,
-        "sched.max_rows": max_num_seqs,
-        "sched.max_step_tokens": max_num_batched_tokens,
-        "cache.page_size": block_size,
-        "cache.memory_fraction": gpu_memory_utilization,
-        "parallel.tensor": tensor_parallel_size,
-        "parallel.pipeline": pipeline_parallel_size,
-        "parallel.data": data_parallel_size,
+        "port": ("serve.http.port", port),
+        "host": ("serve.host", host),
+        "served_model_name": ("model.name", served_model_name),
+        "tokenizer": ("model.tokenizer", tokenizer),
+        "dtype": ("model.dtype", dtype),
+        "quantization": ("model.quantization", quantization),
+        "seed": ("model.seed", seed),
+        "max_model_len": ("model.max_len", max_model_len),
+        "max_num_seqs": ("sched.max_rows", max_num_seqs),
+        "max_num_batched_tokens": ("sched.max_step_tokens", max_num_batched_tokens),
+        "block_size": ("cache.page_size", block_size),
+        "gpu_memory_utilization": ("cache.memory_fraction", gpu_memory_utilization),
+        "tensor_parallel_size": ("parallel.tensor", tensor_parallel_size),
+        "pipeline_parallel_size": ("parallel.pipeline", pipeline_parallel_size),
+        "data_parallel_size": ("parallel.data", data_parallel_size),
     }
-    flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
-    resolved = load_config(config, [*(set_ or ()), *flags])
+    overrides = [*with_one_model(context, set_, model, model_option), *flag_settings(context, given)]
+    resolved = load_config(config, overrides)
     if resolved.config.serve.http.port is None:
-        resolved = load_config(config, [*(set_ or ()), *flags, f"serve.http.port={_HTTP_PORT}"])
+        resolved = load_config(config, [*overrides, f"serve.http.port={_HTTP_PORT}"])
     if resolved.sources["model.path"] == "default":
         raise ConfigError("which model? `jaxserve serve DIRECTORY` serves a model of yours, `jaxserve serve demo` ours")
     set_up_logging(resolved.config.runtime)
@@ -195,13 +195,6 @@ def serve_command(
     if resolved.config.hosts.process_id > 0:
         return _attend(resolved)
     return _serve(resolved, ())
-
-
-def _one_model(argument: str | None, option: str | None) -> str | None:
-    """Raises ConfigError where the argument and --model name different ones."""
-    if argument is not None and option is not None and argument != option:
-        raise ConfigError(f"two models are given, {argument} and --model {option}; give one")
-    return option if argument is None else argument
 
 
 def _asks_for_log(resolved: ResolvedConfig) -> bool:
@@ -447,7 +440,7 @@ def _place(entry: Entry, index: int, total: int | None, source_name: str) -> str
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code. `arguments` default to those of the process."""
     app = typer.Typer(add_completion=False, context_settings=HELP_OPTIONS)
-    app.command()(run_command)
+    app.command(cls=Command)(run_command)
     return run_app(typer.main.get_command(app), "python -m jaxserve.run", arguments)
 
 

@@ -19,6 +19,17 @@ from jaxserve.cli import main
         (["kv-server", "--port", "0", "--set", "store.kind=memory"], "does not use store.kind (--set)"),
         (["bench", "startup", "--timeout", "nan"], "'--timeout'"),
         (["bench", "startup", "--timeout", "inf"], "'--timeout'"),
+        (["serve", "demo", "--port", "99999"], "error: --port: serve.http.port is 99999"),
+        (["serve", "demo", "-tp", "0"], "error: -tp: parallel.tensor is 0"),
+        (["serve", "demo", "--tensor-parallel-size=0"], "error: --tensor-parallel-size: parallel.tensor is 0"),
+        (["serve", "demo", "-tp", "x"], "Invalid value for '-tp'"),
+        (["serve", "demo", "-m", "other"], "two models are given, demo and -m other"),
+        (["run", "demo", "--model", "other"], "two models are given, demo and --model other"),
+        (["chat", "demo", "-m", "other"], "two models are given, demo and -m other"),
+        (["run", "demo", "--prompt", "x", "--temperature", "-1"], "error: --temperature: temperature is -1.0"),
+        (["chat", "demo", "--top-p", "2"], "error: --top-p: top_p is 2.0"),
+        (["route", "--port", "77777"], "error: --port: serve.grpc.port is 77777"),
+        (["kv-server", "--port", "-1"], "error: --port: kv_server.port is -1"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,30 @@ def test_a_block_ends_the_log_and_the_engine(fakes: Fakes, tmp_path: Path) -> No
         llm.generate("abc", FOUR, **QUIET)
 
 
+def test_after_a_reset_no_prompt_finds_a_page(llm: LLM) -> None:
+    def cached() -> int | None:
+        return llm.generate("abcdefghij", FOUR, **QUIET)[0].num_cached_tokens
+
+    first, again = cached(), cached()
+    assert not first and again
+    assert llm.reset_prefix_cache() is True
+    assert not cached() and cached() == again
+
+
+async def test_the_same_of_a_loop_with_a_thread(fakes: Fakes) -> None:
+    llm = AsyncLLM(served_model_name="fake", block_size=4)
+    try:
+        found = []
+        for reset in (False, False, True):
+            if reset:
+                assert await llm.reset_prefix_cache() is True
+            updates = [update async for update in llm.generate("abcdefghij", FOUR)]
+            found.append(max(one.prompt.num_cached_tokens for one in updates if one.prompt is not None))
+        assert found[0] == 0 < found[1] and found[2] == 0
+    finally:
+        await llm.shutdown()
+
+
 def test_one_text(llm: LLM) -> None:
     [output] = llm.generate("abc", FOUR, **QUIET)
     assert output.prompt == "abc"

@@ -4,26 +4,38 @@ import dataclasses
 import inspect
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from jaxserve import AsyncLLM, SamplingParams
 from jaxserve.cli import COMMANDS as OURS
-from jaxserve.cli import main
+from jaxserve.cli import load_command, main
 from jaxserve.config import field_docs, load_config
-from jaxserve.errors import ConfigError, JaxserveError, UnsupportedOption
+from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError, UnsupportedOption
 from jaxserve.llm import LLM
-from jaxserve.other_names import ATTRIBUTES, COMMANDS, ROWS, SAME, Place, Row, answer
+from jaxserve.other_names import ATTRIBUTES, COMMANDS, ROWS, SAME, Place, Row, answer, attribute_answer
+from jaxserve.other_names import SAMPLING as FIELDS_OF_SAMPLING
 from jaxserve.serve.http.errors import invalid_body
-from jaxserve.serve.http.requests import ChatRequest, CompletionRequest, EmbeddingRequest, field_names
+from jaxserve.serve.http.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    TokenizeRequest,
+    field_names,
+)
 
 SETTINGS = {doc.name for doc in field_docs()}
 SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
 ARGUMENTS = set(inspect.signature(LLM.__init__).parameters)
-METHODS = (LLM.generate, LLM.chat, LLM.embed, LLM.sleep, AsyncLLM.generate, AsyncLLM.chat)
+METHODS = (LLM.generate, LLM.chat, LLM.stream, LLM.embed, LLM.score, LLM.sleep, AsyncLLM.generate, AsyncLLM.chat)
 CALLS = {name for method in METHODS for name in inspect.signature(method).parameters}
-FIELDS = field_names(CompletionRequest) | field_names(ChatRequest)
+BODIES = (CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, RerankRequest)
+FIELDS = frozenset().union(*(field_names(body) for body in BODIES))
+OTHER_ENGINES: dict[str, str] = yaml.safe_load((Path(__file__).parent / "fixtures/other_engines.yaml").read_text())
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names.split()[0])
@@ -55,12 +67,46 @@ def test_every_name_is_there_once_and_answered_everywhere() -> None:
     names = [name for row in ROWS for name in row.names.split()]
     assert len(names) == len(set(names))
     assert not set(names) & set(SAME)
+    assert set(FIELDS_OF_SAMPLING.split()) == SAMPLING
     assert len(names) + len(SAME) >= 190
     for name in (*names, *SAME):
         for place in Place:
             said = answer(name, place)
             assert said and "leave it out" not in said, (name, place)
     assert answer("nonsense", Place.CALL) is None
+
+
+def _here(group: str) -> tuple[Place, set[str]]:
+    """Where the names of a group of the file are written, and those that work there."""
+    if group.endswith("call"):
+        return Place.CALL, CALLS
+    if group.endswith(("sampling", "generation_config")):
+        return Place.SAMPLING, SAMPLING
+    if group.endswith("request"):
+        return Place.REQUEST, set(FIELDS | CompletionRequest.marks | ChatRequest.marks)
+    if group.endswith("tokenize"):
+        return Place.REQUEST, set(field_names(TokenizeRequest))
+    if group.endswith(("engine", "model")):
+        return Place.MODEL, ARGUMENTS
+    flags: Any = load_command("serve").params
+    return Place.FLAG, {name for flag in flags for name in (flag.name, *flag.opts)}
+
+
+@pytest.mark.parametrize("group", OTHER_ENGINES)
+def test_every_name_of_another_engine_works_or_is_answered(group: str) -> None:
+    names = OTHER_ENGINES[group].split()
+    if group.endswith("methods"):
+        silent = [name for name in names if not hasattr(LLM, name) and attribute_answer(name) is None]
+    else:
+        place, known = _here(group)
+        silent = [name for name in names if name not in known and answer(name, place) is None]
+    assert names and not silent
+
+
+def test_a_name_itself_comes_before_a_pattern() -> None:
+    assert answer("speculative_unheard_of", Place.MODEL) == answer("speculative_algorithm", Place.MODEL)
+    assert answer("speculative_num_draft_tokens", Place.SETTING) is not None
+    assert "speculation.width" in str(answer("speculative_num_draft_tokens", Place.SETTING))
 
 
 def test_commands_of_others_are_none_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +136,13 @@ def _flag(flag: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("--n-gpu-layers", "not needed here: all layers are on JAX's devices"),
         ("--num-beams", "not implemented here: there is no beam search"),
         ("--min-p", "No such option: --min-p"),
-        ("--max-new-tokens", "each request says it, as 'max_tokens'"),
+        ("--max-new-tokens", "here it is --max-tokens VALUE"),
+        ("-n", "No such option: -n; here it is --max-tokens VALUE"),
+        ("-ngl", "No such option: -ngl; not needed here: all layers"),
+        ("-hf", "No such option: -hf; not needed here: jaxserve downloads nothing"),
+        ("-c", "No such option: -c; here it is --set model.max_len=VALUE"),
+        ("-seed", "No such option: -seed; did you mean --seed?"),
+        ("-y", "No such option: -y (see jaxserve run --help)"),
         ("--modle", "(Possible options: --model)"),
     ],
 )
@@ -136,6 +188,7 @@ def test_keys(key: str, words: str) -> None:
         ({"max_num_seq": 4}, "did you mean 'max_num_seqs'"),
         ({"temp": 1}, "here it is SamplingParams(temperature=...)"),
         ({"lora_request": 1}, "here it is 'adapter', an argument of the call that asks"),
+        ({"temperature": 0.0}, "here it is SamplingParams(temperature=...)"),
     ],
 )
 @pytest.mark.parametrize("door", [LLM, AsyncLLM])
@@ -187,6 +240,10 @@ def test_sampling(name: str, words: str) -> None:
         (LLM.embed, "pooling_params", "here it is 'dimensions' (and normalize and truncate_prompt_tokens"),
         (LLM.sleep, "level", "here it is 'keep_weights' (of sleep: true is level 1, false is level 2)"),
         (LLM.score, "qqq", "it has queries, documents"),
+        (LLM.score, "text_1", "here it is 'queries'"),
+        (LLM.generate, "stopping_criteria", "here it is SamplingParams(stop=...) (and stop_token_ids and max_tokens"),
+        (LLM.stream, "use_tqdm", "of LLM.generate, chat, embed and score; other calls show no bar"),
+        (LLM.reset_prefix_cache, "reset_connector", "running requests and a store keep their pages"),
         (AsyncLLM.generate, "lora_request", "here it is 'adapter'"),
         (AsyncLLM.embed, "pooling_params", "here it is 'dimensions'"),
     ],
@@ -202,13 +259,23 @@ def test_calls(method: Callable[..., Any], name: str, words: str) -> None:
 def test_attributes(door: type[LLM] | type[AsyncLLM]) -> None:
     model = door.__new__(door)
     for name, here in ATTRIBUTES.items():
-        assert not hasattr(model, name)
-        with pytest.raises(AttributeError) as caught:
-            getattr(model, name)
-        assert str(caught.value) == f"{door.__name__!r} object has no attribute {name!r}; here it is {here}"
-        assert hasattr(LLM, here.partition("(")[0].split()[0]), here
+        if hasattr(door, name):  # AsyncLLM has some of them
+            continue
+        for owner, words in ((model, f"{door.__name__!r} object"), (door, f"type object {door.__name__!r}")):
+            with pytest.raises(AttributeError) as caught:
+                getattr(owner, name)
+            assert str(caught.value) == f"{words} has no attribute {name!r}; {attribute_answer(name)}"
+        assert here.startswith("not ") or hasattr(LLM, here.partition("(")[0].split()[0].rstrip(",")), here
     with pytest.raises(AttributeError, match="'nonsense'$"):
         _ = model.nonsense  # type: ignore[union-attr]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_sampling_params_as_a_dictionary() -> None:
+    llm = LLM.__new__(LLM)
+    with pytest.raises(UnsupportedOption, match="'max_new_tokens' is not supported; here it is 'max_tokens'"):
+        llm._sampling({"max_new_tokens": 3})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidRequest, match=r"a dictionary; write SamplingParams.from_dict\(...\) around it"):
+        llm._sampling({"temperature": 0.0})  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 def test_none_asks_for_nothing() -> None:
@@ -229,6 +296,8 @@ def test_none_asks_for_nothing() -> None:
         (ChatRequest, "enable_thinking", "; here it is 'chat_template_kwargs'"),
         (ChatRequest, "mirostat", "; not implemented here: temperature, top_k, top_p and min_p choose"),
         (ChatRequest, "max_model_len", "; the engine has it, not a request: the setting 'model.max_len'"),
+        (TokenizeRequest, "content", "; here it is 'prompt'"),
+        (TokenizeRequest, "with_pieces", "; here it is 'return_token_strs'"),
         (EmbeddingRequest, "guided_json", "; this route has nothing like it"),
         (CompletionRequest, "functions", "; this route has nothing like it"),
         (ChatRequest, "newest", "newest is not a field that this server knows"),

@@ -13,6 +13,7 @@ import typer.core
 
 from jaxserve import __version__
 from jaxserve.cli.options import HELP_OPTIONS, run_app
+from jaxserve.cli.options import Command as TypedCommand
 from jaxserve.errors import ConfigError
 
 
@@ -111,7 +112,7 @@ def load_command(name: str) -> Any:
     if isinstance(found, typer.Typer):
         return typer.main.get_command(found)
     app = typer.Typer(add_completion=False)
-    app.command(name)(found)
+    app.command(name, cls=TypedCommand)(found)
     return typer.main.get_command(app)
 
 

@@ -16,10 +16,9 @@ import rich.console
 import rich.text
 import typer
 
-from jaxserve.api import SamplingParams
 from jaxserve.cli.http_call import call, http_url
-from jaxserve.cli.options import ConfigOption, SetOption, one_line, with_model
-from jaxserve.config import load_config
+from jaxserve.cli.options import ConfigOption, SetOption, one_line, sampling_flags, with_one_model
+from jaxserve.config import FlagSetting, load_config
 from jaxserve.console import complain, set_up_logging
 from jaxserve.errors import ConfigError, EngineStopped, JaxserveError
 from jaxserve.serve.keys import read_keys
@@ -48,6 +47,7 @@ Answer = Callable[[Sequence[Mapping[str, str]]], Generator[Piece, None, None]]
 
 
 def chat_command(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(help="Directory of a model, GGUF file, or demo, the default; with --url: a name it serves."),
@@ -62,20 +62,21 @@ def chat_command(
     set_: SetOption = None,
     api_key_file: Annotated[Path | None, typer.Option(help="With --url: file with the key of the server.")] = None,
     tls_ca: Annotated[Path | None, typer.Option(help="With --url: PEM file of authorities for https.")] = None,
+    model_option: Annotated[str | None, typer.Option("--model", "-m", hidden=True)] = None,
 ) -> int:
     """Talk with a model on the terminal, or in a pipe: each line of stdin is a turn."""
     flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-    sampling = {name: value for name, value in flags.items() if value is not None}
-    SamplingParams.from_dict(sampling)  # a wrong value is reported before minutes are spent on loading
+    sampling = sampling_flags(context, flags)
     if url is None:
         if api_key_file is not None or tls_ca is not None:
             raise ConfigError("--api-key-file and --tls-ca are for a running server; give --url, too")
-        opened = _model_here(config, set_, model, sampling)
+        opened = _model_here(config, with_one_model(context, set_, model, model_option), sampling)
     else:
         if config is not None or set_:
             raise ConfigError("--config and --set are for a model in this process; leave them out with --url")
         key = read_keys(str(api_key_file), "--api-key-file")[0] if api_key_file is not None else None
-        opened = _server(url, model, sampling, key, None if tls_ca is None else str(tls_ca))
+        named = model if model_option is None else model_option
+        opened = _server(url, named, sampling, key, None if tls_ca is None else str(tls_ca))
     with opened as (name, answer):
         talk(name, answer, system)
     return 0
@@ -83,11 +84,10 @@ def chat_command(
 
 @contextlib.contextmanager
 def _model_here(
-    config: Path | None, set_: Sequence[str] | None, model: str | None, sampling: Mapping[str, Any]
+    config: Path | None, overrides: Sequence[str | FlagSetting], sampling: Mapping[str, Any]
 ) -> Iterator[tuple[str, Answer]]:
     from jaxserve.llm import LLM  # not needed for a server
 
-    overrides = with_model(set_, None if model is None else Path(model))
     set_up_logging(load_config(config, overrides).config.runtime, warnings_alone=True)
     with LLM.from_config(config, overrides) as llm:
         tokenizer = llm.get_tokenizer()

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 import typer
 
 from jaxserve import __version__
-from jaxserve.cli.options import DEFECT, ConfigOption, ModelOption, SetOption, one_line, with_model
+from jaxserve.cli.options import DEFECT, ConfigOption, ModelOption, SetOption, flag_settings, one_line, with_model
 from jaxserve.config import format_config, load_config, refuse_settings_of_others
 from jaxserve.config.json_schema import config_json_schema
 from jaxserve.console import complain, log_environment, set_up_logging
@@ -78,7 +78,7 @@ def calibrate_cache_command(
     set_: SetOption = None,
 ) -> int:
     """Measure the keys and values of a model on a text, for caches of eight bits."""
-    resolved = load_config(config, with_model(set_, source))
+    resolved = load_config(config, with_model(set_, source, "SOURCE"))
     set_up_logging(resolved.config.runtime)
     with show_progress(write=complain) as progress:
         progress.begin("importing JAX")
@@ -114,7 +114,7 @@ def quantize_command(
     set_: SetOption = None,
 ) -> int:
     """Write a checkpoint of fewer bits, calibrated on a text, for jaxserve, vLLM and transformers."""
-    resolved = load_config(config, with_model(set_, source))
+    resolved = load_config(config, with_model(set_, source, "SOURCE"))
     set_up_logging(resolved.config.runtime)
     with show_progress(write=complain) as progress:
         progress.begin("importing JAX")
@@ -216,6 +216,7 @@ def plan_command(
 
 
 def route_command(
+    context: typer.Context,
     config: ConfigOption = None,
     set_: SetOption = None,
     to: Annotated[
@@ -228,9 +229,12 @@ def route_command(
     from jaxserve.cli.announcer import announcer
     from jaxserve.serve.route import route_forever  # gRPC: not needed elsewhere
 
-    given = {"route.replicas": to or None, "serve.grpc.port": port, "route.policy": policy}
-    flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
-    resolved = load_config(config, [*(set_ or ()), *flags])
+    given = {
+        "to": ("route.replicas", to or None),
+        "port": ("serve.grpc.port", port),
+        "policy": ("route.policy", policy),
+    }
+    resolved = load_config(config, [*(set_ or ()), *flag_settings(context, given)])
     refuse_settings_of_others(resolved, "jaxserve route", _ROUTER_READS, _SERVERS_ALONE)
     set_up_logging(resolved.config.runtime)
     log_environment(resolved)
@@ -238,6 +242,7 @@ def route_command(
 
 
 def kv_server_command(
+    context: typer.Context,
     config: ConfigOption = None,
     set_: SetOption = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
@@ -247,9 +252,8 @@ def kv_server_command(
     from jaxserve.cli.announcer import announcer
     from jaxserve.serve.kv_server import kv_server_forever  # gRPC: not needed elsewhere
 
-    given = {"kv_server.port": port, "kv_server.directory": directory}
-    flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
-    resolved = load_config(config, [*(set_ or ()), *flags])
+    given = {"port": ("kv_server.port", port), "directory": ("kv_server.directory", directory)}
+    resolved = load_config(config, [*(set_ or ()), *flag_settings(context, given)])
     refuse_settings_of_others(resolved, "jaxserve kv-server", ("kv_server", *_LOGGING))
     set_up_logging(resolved.config.runtime)
     log_environment(resolved)

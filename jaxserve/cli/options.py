@@ -3,16 +3,19 @@
 It is loaded for `--help`, too, so it imports nothing that only a command needs.
 """
 
-import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
-from jaxserve.errors import EngineStopped, SeveralMistakes, UserError
+from jaxserve.errors import ConfigError, EngineStopped, InvalidRequest, SeveralMistakes, UserError
+
+if TYPE_CHECKING:
+    from jaxserve.config import FlagSetting  # with pydantic, which no help needs
 
 DEFECT = 1
 USER_ERROR = 2
@@ -23,14 +26,86 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}  # subcommands inherit th
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file; without it, all defaults.")]
 ModelOption = Annotated[
     Path | None,
-    typer.Option("--model", help="Directory of a model, demo, or demo-vision; default: model.path of the config."),
+    typer.Option(
+        "--model", "-m", help="Directory of a model, demo, or demo-vision; default: model.path of the config."
+    ),
 ]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: KEY=VALUE. Repeatable.")]
 
+_TYPED = "jaxserve.typed"  # key of a context's values
 
-def with_model(overrides: Sequence[str] | None, model: Path | None) -> list[str]:
-    """The settings of --set, and --model behind them."""
-    return [*(overrides or ()), *([f"model.path={json.dumps(str(model))}"] if model is not None else ())]
+
+class Command(typer.core.TyperCommand):
+    """A command that keeps the words it was called with, so that an error names a flag as it was typed."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_TYPED] = tuple(args)
+        return super().parse_args(ctx, args)
+
+
+def typed_flag(context: Any, parameter: str) -> str:
+    """The name of the flag that gave `parameter` its value, as it was typed; of an argument: its name in the help."""
+    [one] = (one for one in context.command.params if one.name == parameter)
+    names = one.opts if one.param_type_name == "option" else ()
+    for word in reversed(_words(context)):
+        for name in names:
+            is_short = len(name) == 2 and word.startswith(name)
+            if word.partition("=")[0] == name or is_short:
+                return str(name)
+    return str(max(names, key=len)) if names else str(one.make_metavar(context)).strip("[]")
+
+
+def flag_settings(context: Any, settings: Mapping[str, tuple[str, object]]) -> "list[FlagSetting]":
+    """What the flags of a command set: parameter -> dotted name of the setting, and the value; None: not given."""
+    from jaxserve.config import FlagSetting
+
+    return [
+        FlagSetting(name, value, typed_flag(context, parameter))
+        for parameter, (name, value) in settings.items()
+        if value is not None
+    ]
+
+
+def sampling_flags(context: Any, flags: Mapping[str, object]) -> dict[str, Any]:
+    """Those of `flags`, by fields of `SamplingParams`, that were given. Raises InvalidRequest for a wrong value, with
+    the flag, before minutes are spent on loading."""
+    from jaxserve.api import SamplingParams
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    for name, value in given.items():
+        try:
+            SamplingParams.from_dict({name: value})
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{typed_flag(context, name)}: {error}") from error
+    return given
+
+
+def with_model(
+    overrides: Sequence[str] | None, model: Path | str | None, flag: str = "--model"
+) -> "list[str | FlagSetting]":
+    """The settings of --set, and the model, which `flag` gave, behind them."""
+    from jaxserve.config import FlagSetting
+
+    given = [FlagSetting("model.path", str(model), flag)] if model is not None else []
+    return [*(overrides or ()), *given]
+
+
+def with_one_model(
+    context: typer.Context, set_: Sequence[str] | None, argument: str | None, option: str | None
+) -> "list[str | FlagSetting]":
+    """The settings of --set, and the model. Raises ConfigError where the argument and --model name different ones."""
+    if option is None:
+        return with_model(set_, argument, "MODEL")
+    flag = typed_flag(context, "model_option")
+    if argument is not None and argument != option:
+        raise ConfigError(f"two models are given, {argument} and {flag} {option}; give one")
+    return with_model(set_, option, flag)
+
+
+def _words(context: Any) -> Sequence[str]:
+    """Those in front of `--`, behind which nothing is a flag."""
+    words: tuple[str, ...] = context.meta.get(_TYPED, ())
+    return words[: words.index("--")] if "--" in words else words
 
 
 def one_line(error: BaseException) -> str:
@@ -61,16 +136,36 @@ def run_app(command: Any, program: str, arguments: Sequence[str] | None = None) 
 
 
 def _message(error: typer.TyperException) -> str:
-    """What is wrong; of an option that other engines have, what it is here."""
+    """What is wrong, with the flag as it was typed; of an option that other engines have, what it is here."""
     context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
     if option is None or not hasattr(error, "possibilities"):  # no other error has guesses beside an option
-        return error.format_message()
+        parameter = getattr(error, "param", None)
+        if context is None or parameter is None or len(parameter.opts) < 2:
+            return error.format_message()
+        all_names = parameter.get_error_hint()
+        return error.format_message().replace(all_names, repr(typed_flag(context, parameter.name)))
     from jaxserve.other_names import Place, answer  # a right command needs no table
 
+    parameters = [one.name for one in getattr(getattr(context, "command", None), "params", ())]
+    parsed, option, found = option, _whole_option(context, option), None
     name = option.lstrip("-").replace("-", "_")
-    takes_settings = any(one.name == "set_" for one in getattr(getattr(context, "command", None), "params", ()))
-    found = (answer(name, Place.FLAG) or answer(name.removeprefix("no_"), Place.FLAG)) if takes_settings else None
-    return error.format_message() if found is None else f"No such option: {option}; {found}"
+    if not option.startswith("--") and name in parameters:
+        found = f"did you mean --{name.replace('_', '-')}?"
+    elif "set_" in parameters:
+        names = (name, name.removeprefix("no_")) if option.startswith("--") else (option, name)
+        found = next((said for one in names if (said := answer(one, Place.FLAG, parameters)) is not None), None)
+    if found is None:
+        return error.format_message().replace(f"No such option: {parsed}", f"No such option: {option}")
+    return f"No such option: {option}; {found}"
+
+
+def _whole_option(context: Any, option: str) -> str:
+    """The word that has the option: of `-ngl` the parser reports `-n`, since letters may stand for an option each."""
+    if context is None or option.startswith("--") or len(option) != 2:
+        return option
+    known = {name for one in context.command.params for name in one.opts}
+    words = [word.partition("=")[0] for word in _words(context) if word[:1] == "-" and word[:2] != "--"]
+    return next((word for word in words if option[1] in word and word not in known), option)
 
 
 def _path(error: typer.TyperException) -> str | None:

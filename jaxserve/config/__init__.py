@@ -84,7 +84,8 @@ class ResolvedConfig:
     """A config and where each of its values came from.
 
     Attributes:
-      sources: dotted name of each field -> "default", "FILE:LINE", "environment NAME", "--set" or "override".
+      sources: dotted name of each field -> "default", "FILE:LINE", "environment NAME", "--set" or another
+        flag, or "override".
     """
 
     config: Config
@@ -115,6 +116,14 @@ def _with_sched(resolved: ResolvedConfig, **defaults: object) -> ResolvedConfig:
     update = {name: value for name, value in defaults.items() if getattr(config.sched, name) is None}
     sched = config.sched.model_copy(update=update)
     return dataclasses.replace(resolved, config=config.model_copy(update={"sched": sched}))
+
+
+class FlagSetting(NamedTuple):
+    """A setting that a flag of a command gives. `flag`: as it was typed, such as `--port`, for errors and sources."""
+
+    name: str
+    value: object
+    flag: str
 
 
 class FieldDoc(NamedTuple):
@@ -173,7 +182,7 @@ _FROM_ENVIRONMENT = "environment "
 
 def load_config(
     path: str | os.PathLike[str] | None = None,
-    overrides: Mapping[str, object] | Sequence[str] = (),
+    overrides: Mapping[str, object] | Sequence[str | FlagSetting] = (),
     *,
     environ: Mapping[str, str] | None = None,
     every_variable: bool = True,
@@ -184,8 +193,9 @@ def load_config(
     `ENVIRONMENT` count alone, for programs whose settings are the arguments of calls.
 
     `overrides` is a mapping from dotted names (or nested sections) to values, or a list of "a.b=c" whose values are
-    YAML. Relative paths in a file are relative to the file's directory, elsewhere to the working directory; "~" is the
-    home directory; the model paths "demo" and "demo-vision" name models inside the package and are never files.
+    YAML, and of flags. Relative paths in a file are relative to the file's directory, elsewhere to the working
+    directory; "~" is the home directory; the model paths "demo" and "demo-vision" name models inside the package and
+    are never files.
 
     Raises ConfigError in one line: where, which key, what was given, what is wanted; SeveralMistakes with a line for
     each mistake.
@@ -335,13 +345,18 @@ def _environment_place(variable: str) -> _Place:
     return _Place(_ENVIRONMENT, 0, f"{_FROM_ENVIRONMENT}{variable}")
 
 
-def _read_overrides(overrides: Mapping[str, object] | Sequence[str], mistakes: _Mistakes) -> dict[str, _Setting]:
+def _read_overrides(
+    overrides: Mapping[str, object] | Sequence[str | FlagSetting], mistakes: _Mistakes
+) -> dict[str, _Setting]:
     settings: dict[str, _Setting] = {}
     if isinstance(overrides, Mapping):
         for number, (key, value) in enumerate(overrides.items()):
             settings |= _override(key, value, _Place(_OVERRIDE, number, "override"), mistakes)
         return settings
     for number, item in enumerate(overrides):
+        if isinstance(item, FlagSetting):
+            settings |= _override(item.name, item.value, _Place(_OVERRIDE, number, item.flag), mistakes)
+            continue
         place = _Place(_OVERRIDE, number, "--set")
         key, equals, text = item.partition("=")
         with mistakes.noted(place):

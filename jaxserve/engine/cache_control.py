@@ -8,7 +8,7 @@ wait.
 import concurrent.futures
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxserve.engine.base import AnyEngine
 from jaxserve.engine.engine import Engine
@@ -22,10 +22,16 @@ T = TypeVar("T")
 
 
 class CacheControl:
-    """Used by any thread but those of the loops."""
+    """Used by any thread but those of the loops.
 
-    def __init__(self, engine: AnyEngine) -> None:
+    `drive`: of an engine without a thread of its own, what steps it until such orders are carried out.
+    """
+
+    def __init__(
+        self, engine: AnyEngine, drive: "Callable[[Sequence[concurrent.futures.Future[Any]]], None] | None" = None
+    ) -> None:
         self._engine = engine
+        self._drive = drive
 
     def states(self) -> list[CacheState]:
         """Of the replicas that live. Raises as `flush`."""
@@ -93,8 +99,7 @@ class CacheControl:
     def _each(self, order: Callable[[Operable], T]) -> list[T]:
         return [self._on(replica, order) for replica in self._living()]
 
-    @staticmethod
-    def _on(replica: Engine, order: Callable[[Operable], T]) -> T:
+    def _on(self, replica: Engine, order: Callable[[Operable], T]) -> T:
         def carry_out(scheduler: Scheduler) -> T:
             if not isinstance(scheduler, Operable):
                 raise InvalidRequest(
@@ -104,6 +109,8 @@ class CacheControl:
             return order(scheduler)
 
         done = replica.call(carry_out)
+        if self._drive is not None:
+            self._drive([done])
         concurrent.futures.wait([done], _TURN_S)
         if done.cancel():
             raise DeadlineExceeded(

@@ -1,13 +1,11 @@
 """Arguments that a method does not have: what they are here, in place of Python's TypeError, which says less."""
 
-import dataclasses
 import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
-from jaxserve.api import SamplingParams
 from jaxserve.errors import UnsupportedOption
 from jaxserve.other_names import Place, answer
 
@@ -18,15 +16,12 @@ _R = TypeVar("_R")
 def refuses_unknown(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Wraps a method: an argument that it does not have is an UnsupportedOption which says what to write."""
     known = [name for name in inspect.signature(method).parameters if name != "self"]
-    sampling = {field.name for field in dataclasses.fields(SamplingParams)}
 
     @functools.wraps(method)
     def checked(*args: _P.args, **options: _P.kwargs) -> _R:
         for name in options:
             if name not in known:
                 here = answer(name, Place.CALL)
-                if here is None and name in sampling:
-                    here = f"here it is SamplingParams({name}=...)"
                 if here is not None and options[name] is None:
                     here = f"None is not needed, leave it out; with a value {here}"
                 raise UnsupportedOption(f"{method.__name__} has no argument {name!r}; {here or hint(name, known)}")

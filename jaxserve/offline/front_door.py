@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self
 
 from jaxserve.api import SamplingParams
-from jaxserve.config import ResolvedConfig, for_one_user, get_value, load_config
+from jaxserve.config import FlagSetting, ResolvedConfig, for_one_user, get_value, load_config
 from jaxserve.config.model_path import resolve_model_path
 from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.offline.arguments import hint
 from jaxserve.offline.forks import watch_forks
 from jaxserve.offline.llm_tokenizer import LlmTokenizer
-from jaxserve.other_names import ATTRIBUTES, SAME, Place, answer
+from jaxserve.other_names import SAME, Place, answer, attribute_answer
 from jaxserve.progress import show_progress
 
 if TYPE_CHECKING:
@@ -46,7 +46,22 @@ def _refuses_unknown(init: Callable[_P, None]) -> Callable[_P, None]:
     return checked
 
 
-class FrontDoor:
+def _no_attribute(who: str, name: str, where: object) -> AttributeError:
+    here = attribute_answer(name)
+    return AttributeError(f"{who} has no attribute {name!r}" + (f"; {here}" if here else ""), name=name, obj=where)
+
+
+class _Door(type):
+    """The class of `LLM` and `AsyncLLM`: of class methods that others have, such as `from_pretrained`, it says the
+    same as an object does of its attributes."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Any:
+            raise _no_attribute(f"type object {cls.__name__!r}", name, cls)
+
+
+class FrontDoor(metaclass=_Door):
     """A loaded model. Takes the arguments of `LLM`; a subclass answers prompts."""
 
     @_refuses_unknown
@@ -128,7 +143,7 @@ class FrontDoor:
     def from_config(
         cls,
         path: str | os.PathLike[str] | None,
-        overrides: Mapping[str, object] | Sequence[str] = (),
+        overrides: Mapping[str, object] | Sequence[str | FlagSetting] = (),
         *,
         scheduler: "SchedulerChoice | None" = None,
         progress: bool = True,
@@ -161,8 +176,7 @@ class FrontDoor:
 
         def __getattr__(self, name: str) -> Any:
             """Only for names that do not exist: those of other libraries are answered with what it is here."""
-            here = f"; here it is {ATTRIBUTES[name]}" if name in ATTRIBUTES else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{here}", name=name, obj=self)
+            raise _no_attribute(f"{type(self).__name__!r} object", name, self)
 
     @property
     def model_name(self) -> str:
@@ -203,6 +217,9 @@ class FrontDoor:
         """Those that a caller gave, or the defaults. Raises InvalidRequest for anything else."""
         if given is None:
             return self.get_default_sampling_params()
+        if isinstance(given, Mapping):
+            SamplingParams.from_dict(given)  # names of others are answered first
+            raise InvalidRequest("sampling_params is a dictionary; write SamplingParams.from_dict(...) around it")
         if not isinstance(given, SamplingParams):
             raise InvalidRequest(f"sampling_params must be SamplingParams, got {given!r:.80}")
         return given

@@ -46,7 +46,7 @@ def train_draft_command(
         raise ConfigError("--draft-vocab, --ffn and --taps are for eagle3; a Medusa head has none of them")
     if not 0 < rate < math.inf:
         raise ConfigError(f"--rate is {rate}, but must be a number above 0")
-    overrides = with_model(set_, model)
+    overrides = with_model(set_, model, "MODEL")
     resolved = load_config(config, overrides)
     set_up_logging(resolved.config.runtime)
     with show_progress(write=complain) as progress:
