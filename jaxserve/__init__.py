@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.api import FinishReason, SamplingParams, StructuredOutput
-    from jaxserve.async_llm import AsyncLLM
     from jaxserve.config.schema import Config
-    from jaxserve.llm import LLM, CompletionOutput, RequestOutput
+    from jaxserve.offline.async_llm import AsyncLLM
+    from jaxserve.offline.llm import LLM, CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 _HOME = {
-    "LLM": "jaxserve.llm",
-    "AsyncLLM": "jaxserve.async_llm",
-    "CompletionOutput": "jaxserve.llm",
-    "RequestOutput": "jaxserve.llm",
+    "LLM": "jaxserve.offline.llm",
+    "AsyncLLM": "jaxserve.offline.async_llm",
+    "CompletionOutput": "jaxserve.offline.llm",
+    "RequestOutput": "jaxserve.offline.llm",
     "SamplingParams": "jaxserve.api",
     "StructuredOutput": "jaxserve.api",
     "FinishReason": "jaxserve.api",

@@ -17,9 +17,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from jaxserve.content import MAX_DIGEST_BYTES, Adapter, ContentSpan, PlacedPicture
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.structured_output import Grammar, StructuredFields, StructuredOutput
+from jaxserve.values.content import MAX_DIGEST_BYTES, Adapter, ContentSpan, PlacedPicture
+from jaxserve.values.structured_output import Grammar, StructuredFields, StructuredOutput
 
 __all__ = [
     "MAX_BAD_WORDS",
@@ -221,7 +221,7 @@ def _refuse_unknown(cls: type[SamplingParams], options: Mapping[str, object]) ->
     known: Mapping[str, object] = cls.__dataclass_fields__
     if options.keys() <= known.keys():
         return
-    from jaxserve.other_names import Place, answer  # right names need no table
+    from jaxserve.values.other_names import Place, answer  # right names need no table
 
     name = next(name for name in options if name not in known)
     here = answer(name, Place.SAMPLING)

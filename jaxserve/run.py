@@ -34,7 +34,10 @@ from jaxserve.cli.options import (
 from jaxserve.config import ResolvedConfig, for_batches, load_config, settings_from_environment
 from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import HostsConfig
-from jaxserve.console import (
+from jaxserve.engine import AnyEngine, refuse_url
+from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError
+from jaxserve.offline import InOrder, Result, check_takes_pictures, open_under, read_pictures, run_jobs
+from jaxserve.offline.console import (
     BatchBar,
     TextWriter,
     complain,
@@ -42,9 +45,6 @@ from jaxserve.console import (
     log_environment,
     set_up_logging,
 )
-from jaxserve.engine import AnyEngine, refuse_url
-from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError
-from jaxserve.offline import InOrder, Result, check_takes_pictures, open_under, read_pictures, run_jobs
 from jaxserve.offline.journal import BatchResult, Journal, input_fact, run_journaled
 from jaxserve.offline.jsonl import BatchOptions, Entry, JsonWriter, count_entries, make_jobs, read_entries
 from jaxserve.progress import Progress, show_progress

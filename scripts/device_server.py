@@ -140,9 +140,9 @@ def _plan(args: argparse.Namespace) -> Part:
     """Milliseconds of the same steps as a plan has them, by arithmetic alone."""
     import jax
 
-    from jaxserve.chips import chip_of_kind
     from jaxserve.config import load_config
     from jaxserve.lab.planner.make import PlanOptions, make_plan
+    from jaxserve.values.chips import chip_of_kind
 
     chip = chip_of_kind(jax.devices()[0].device_kind)
     if chip is None:

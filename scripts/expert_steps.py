@@ -19,7 +19,6 @@ from typing import Any
 import jax
 from kernel_runs import write_between, write_results
 
-from jaxserve.chips import parse_topology
 from jaxserve.config import load_config
 from jaxserve.lab.compiled.ahead import AbsentModel, compile_stage, inner_layers, place_ahead
 from jaxserve.lab.planner.experts import expert_facts
@@ -29,6 +28,7 @@ from jaxserve.models.loading import decoder_config
 from jaxserve.runtime.executables import step_name
 from jaxserve.runtime.hlo import parse_hlo
 from jaxserve.sched.plan import Bucket
+from jaxserve.values.chips import parse_topology
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks/expert_steps.json"

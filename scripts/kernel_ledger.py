@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve.chips import Chip, parse_topology
 from jaxserve.lab.ledger.capture import print_schedules
+from jaxserve.values.chips import Chip, parse_topology
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks/kernel_ledger.json"

@@ -22,10 +22,10 @@ from jax import Array
 from kernel_pool import error_lines
 from kernel_runs import LAYERS, ROUNDS, layers_of, seconds_per_call
 
-from jaxserve.chips import Chip, chip_of_kind
 from jaxserve.kernels.cases import Case
 from jaxserve.kernels.oracle import attend_row
 from jaxserve.kernels.paged_attention import AttentionSpec
+from jaxserve.values.chips import Chip, chip_of_kind
 
 # Peers of one case: they are not told to be as exact as an implementation, only to compute the same thing.
 PEER_TOLERANCE = 3e-2
@@ -273,7 +273,7 @@ def _tpu_at_hand() -> Chip:
     kind = jax.devices()[0].device_kind
     chip = chip_of_kind(kind)
     if chip is None or chip.backend != "tpu":
-        raise NoPeerError(f"it runs on TPUs that jaxserve.chips knows, and this is {kind!r}")
+        raise NoPeerError(f"it runs on TPUs that jaxserve.values.chips knows, and this is {kind!r}")
     return chip
 
 

@@ -17,7 +17,7 @@ from kernel_runs import mix_of
 from rich.console import Console
 from rich.table import Table
 
-from jaxserve.chips import chip_of_kind
+from jaxserve.values.chips import chip_of_kind
 
 MAIN = "llama3-8b-tp1"
 # What XLA and CUDA say when others have the memory; a process that starts then finds no device.

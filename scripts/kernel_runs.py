@@ -27,13 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxserve.chips import canonical_kind
 from jaxserve.kernels.cases import Case, Inputs, attend_layers, make_inputs, small
 from jaxserve.kernels.dispatch import Device
 from jaxserve.kernels.ops import PAGED_ATTENTION
 from jaxserve.kernels.oracle import TOLERANCE
 from jaxserve.kernels.paged_attention import AttentionBatch, PagedAttention
 from jaxserve.kernels.tuning import TunedTable
+from jaxserve.values.chips import canonical_kind
 
 LAYERS = 4
 ROUNDS = 7  # of which the median counts

@@ -22,7 +22,7 @@ import pdoc.doc_ast
 import pdoc.docstrings
 import pdoc.render
 
-from jaxserve.registry import Registry
+from jaxserve.values.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = (

@@ -27,8 +27,8 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-from jaxserve.chips import Chip
 from jaxserve.kernels.cases import Case, make_batch
+from jaxserve.values.chips import Chip
 
 RAGGED, SPLASH, FLASH = "jax ragged_paged_attention", "jax splash_attention", "jax flash_attention"
 V3 = "tpu-inference ragged_paged_attention v3"

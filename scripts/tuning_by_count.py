@@ -16,8 +16,8 @@ from typing import Any
 
 from kernel_runs import versions, write_json
 
-from jaxserve.chips import parse_topology
 from jaxserve.kernels.tuning import TunedTable, file_name
+from jaxserve.values.chips import parse_topology
 
 CHIPS = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "v7x:2x2x1"}
 BEATEN = 0.02  # how much shorter than the heuristic's a counted time must be to replace its sizes

@@ -14,7 +14,7 @@ from fake_parts import Fakes
 
 from jaxserve import LLM, AsyncLLM, FinishReason, SamplingParams
 from jaxserve.errors import ConfigError, EngineStopped, InvalidRequest, PromptTooLong, RequestRejected
-from jaxserve.llm import CompletionOutput, Logprob, RequestOutput
+from jaxserve.offline.llm import CompletionOutput, Logprob, RequestOutput
 from jaxserve.offline.results import Gatherer
 from jaxserve.sched import ContinuousScheduler, Policy, Sequence
 from jaxserve.sched.policies import PriorityPolicy

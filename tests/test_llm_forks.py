@@ -74,7 +74,7 @@ asyncio.run(llm.shutdown())
 """
 
 NEW = """
-import jax, jaxserve.llm
+import jax, jaxserve.offline.llm
 jax.devices()  # as a program does that has no LLM itself
 
 def check():
@@ -87,7 +87,7 @@ in_child(lambda: in_child(check))  # PARENT has started it for them, too
 """
 
 BEFORE = """
-import jaxserve.llm
+import jaxserve.offline.llm
 
 def check():
     import jax

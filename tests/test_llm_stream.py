@@ -9,7 +9,7 @@ from fake_parts import Fakes
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import DeadlineExceeded, EngineStopped, InvalidRequest, UnsupportedOption
-from jaxserve.llm import Update
+from jaxserve.offline.llm import Update
 from jaxserve.sched import ContinuousScheduler
 
 FOUR = SamplingParams(temperature=0.0, max_tokens=4)

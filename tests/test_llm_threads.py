@@ -13,7 +13,7 @@ from fake_parts import Fakes
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.errors import EngineStopped, InvalidRequest
-from jaxserve.llm import RequestOutput
+from jaxserve.offline.llm import RequestOutput
 from jaxserve.sched import ContinuousScheduler
 
 WAIT_S = 60

@@ -15,9 +15,7 @@ from jaxserve.cli import COMMANDS as OURS
 from jaxserve.cli import load_command, main
 from jaxserve.config import field_docs, load_config
 from jaxserve.errors import ConfigError, InvalidRequest, JaxserveError, UnsupportedOption
-from jaxserve.llm import LLM
-from jaxserve.other_names import ATTRIBUTES, COMMANDS, ROWS, SAME, Place, Row, answer, attribute_answer
-from jaxserve.other_names import SAMPLING as FIELDS_OF_SAMPLING
+from jaxserve.offline.llm import LLM
 from jaxserve.serve.http.errors import invalid_body
 from jaxserve.serve.http.requests import (
     ChatRequest,
@@ -27,6 +25,8 @@ from jaxserve.serve.http.requests import (
     TokenizeRequest,
     field_names,
 )
+from jaxserve.values.other_names import ATTRIBUTES, COMMANDS, ROWS, SAME, Place, Row, answer, attribute_answer
+from jaxserve.values.other_names import SAMPLING as FIELDS_OF_SAMPLING
 
 SETTINGS = {doc.name for doc in field_docs()}
 SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}

@@ -12,7 +12,6 @@ from jaxserve.assemble import Device, assemble
 from jaxserve.assemble.page_store import PageKeys, PageStore, PageStores
 from jaxserve.config import load_config
 from jaxserve.config.schema import EventsConfig, StoreConfig
-from jaxserve.content import private_salt
 from jaxserve.errors import ConfigError
 from jaxserve.kv.memory_store import MemoryStore
 from jaxserve.kv.names import scope_of
@@ -22,6 +21,7 @@ from jaxserve.kv.store import Outcome, StoreOptions
 from jaxserve.sched.loading import Filled, StoreKey, Written
 from jaxserve.sched.plan import HostSlots
 from jaxserve.testing import FakeRunner, make_limits
+from jaxserve.values.content import private_salt
 
 WAIT_S = 60.0
 WORDS = 256  # of a slot

@@ -150,7 +150,7 @@ def test_a_terminal_has_one_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) 
 ON_A_TERMINAL = """
 import logging
 from jaxserve.config.schema import RuntimeConfig
-from jaxserve.console import BatchBar, set_up_logging
+from jaxserve.offline.console import BatchBar, set_up_logging
 from jaxserve.offline import Counts
 from jaxserve.progress import show_progress
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.registry import Registry
+from jaxserve.values.registry import Registry
 
 
 def test_a_broken_entry_point_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:

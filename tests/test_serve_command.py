@@ -20,9 +20,9 @@ from jaxserve.cli import main
 from jaxserve.config import load_config
 from jaxserve.config.model_path import model_name, resolve_model_path
 from jaxserve.config.schema import HttpConfig, RuntimeConfig
-from jaxserve.console import set_up_logging
 from jaxserve.errors import CheckpointError
-from jaxserve.llm import LLM
+from jaxserve.offline.console import set_up_logging
+from jaxserve.offline.llm import LLM
 from jaxserve.serve.how_to_call import how_to_call
 
 ROOT = Path(__file__).parents[1]

@@ -41,7 +41,7 @@ from jaxserve.engine.restarting import RestartOptions
 from jaxserve.engine.step_deadlines import StepDeadlines
 from jaxserve.engine.step_log import check_step_log
 from jaxserve.errors import ConfigError
-from jaxserve.gguf_file import parts_of
+from jaxserve.files.gguf_file import parts_of
 from jaxserve.hosts import JointStore, checkpoint_digest
 from jaxserve.kernels.selection import NONE
 from jaxserve.kv.page_events import PageEvents, check_page_events, open_page_events, open_page_events_of

@@ -4,7 +4,7 @@ from jaxserve.api import Pooling
 from jaxserve.config.schema import Config, ModelConfig
 from jaxserve.engine import QWEN3_TEMPLATE, EmbeddingRules, Reranker
 from jaxserve.errors import ConfigError
-from jaxserve.gguf_file import read_gguf
+from jaxserve.files.gguf_file import read_gguf
 from jaxserve.models import configured_checkpoint, decoder_config
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.gguf import config as gguf_config

@@ -24,7 +24,6 @@ from jaxserve.config import ResolvedConfig
 from jaxserve.config.addresses import is_loopback
 from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import Config, HostsConfig
-from jaxserve.console import leave_without_devices
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineStopped, UserError
 from jaxserve.hosts import (
@@ -42,6 +41,7 @@ from jaxserve.hosts import (
 )
 from jaxserve.hosts.distributed import check_devices, join_processes, leave_processes
 from jaxserve.hosts.settings import read_trust
+from jaxserve.offline.console import leave_without_devices
 from jaxserve.progress import Progress
 from jaxserve.runtime.build import BuildHooks
 from jaxserve.serve.key_files import has_key_files

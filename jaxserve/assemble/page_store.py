@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from jaxserve import __version__
 from jaxserve.config.schema import Config, StoreConfig
 from jaxserve.config.secret_files import read_secret
-from jaxserve.content import callers_salt
 from jaxserve.errors import ConfigError
 from jaxserve.kv.names import page_key, scope_of
 from jaxserve.kv.page_format import PageLayout, layout_digest
@@ -26,6 +25,7 @@ from jaxserve.kv.translated import Translated
 from jaxserve.runtime.canonical_pages import SlotForm
 from jaxserve.runtime.host_slots import SlotBytes
 from jaxserve.sched.loading import Filled, StoreCounts, StoreKey, Written
+from jaxserve.values.content import callers_salt
 
 _NEEDED = {
     "memory": ("max_bytes",),

@@ -6,11 +6,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxserve.config.schema import Config
-from jaxserve.content import PlacedPicture
 from jaxserve.errors import ConfigError, how_to_install
 from jaxserve.models import configured_checkpoint
 from jaxserve.models.tower_loading import plan_tower
 from jaxserve.runtime.tower_building import TowerPlan
+from jaxserve.values.content import PlacedPicture
 from jaxserve.vision import (
     PictureLimits,
     PictureProcessor,

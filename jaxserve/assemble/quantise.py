@@ -11,10 +11,10 @@ from jaxserve.assemble.texts import read_texts
 from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
+from jaxserve.files.new_directory import check_new
 from jaxserve.models import configured_checkpoint
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.loading import choose_dtype
-from jaxserve.new_directory import check_new
 from jaxserve.progress import Progress, Quiet
 from jaxserve.quantise.choice import Options
 from jaxserve.quantise.job import Setting, Texts, quantise

@@ -97,7 +97,7 @@ class LazyGroup(typer.core.TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         if args[0] not in COMMANDS:
-            from jaxserve.other_names import command_answer  # a right command needs no table
+            from jaxserve.values.other_names import command_answer  # a right command needs no table
 
             if (here := command_answer(args[0])) is not None:
                 raise ConfigError(f"No such command {args[0]!r}; here it is {here}")

@@ -19,8 +19,8 @@ import typer
 from jaxserve.cli.http_call import call, http_url
 from jaxserve.cli.options import ConfigOption, SetOption, one_line, sampling_flags, with_one_model
 from jaxserve.config import FlagSetting, load_config
-from jaxserve.console import complain, set_up_logging
 from jaxserve.errors import ConfigError, EngineStopped, JaxserveError
+from jaxserve.offline.console import complain, set_up_logging
 from jaxserve.serve.keys import read_keys
 
 _COMMANDS = {
@@ -86,7 +86,7 @@ def chat_command(
 def _model_here(
     config: Path | None, overrides: Sequence[str | FlagSetting], sampling: Mapping[str, Any]
 ) -> Iterator[tuple[str, Answer]]:
-    from jaxserve.llm import LLM  # not needed for a server
+    from jaxserve.offline.llm import LLM  # not needed for a server
 
     set_up_logging(load_config(config, overrides).config.runtime, warnings_alone=True)
     with LLM.from_config(config, overrides) as llm:

@@ -20,9 +20,9 @@ from jaxserve import __version__
 from jaxserve.cli.options import DEFECT, ConfigOption, ModelOption, SetOption, flag_settings, one_line, with_model
 from jaxserve.config import format_config, load_config, refuse_settings_of_others
 from jaxserve.config.json_schema import config_json_schema
-from jaxserve.console import complain, log_environment, set_up_logging
 from jaxserve.errors import ConfigError, Status
-from jaxserve.new_directory import new_directory
+from jaxserve.files.new_directory import new_directory
+from jaxserve.offline.console import complain, log_environment, set_up_logging
 from jaxserve.progress import show_progress
 
 _ASK_AGAIN_S = 0.2

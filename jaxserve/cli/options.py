@@ -144,7 +144,7 @@ def _message(error: typer.TyperException) -> str:
             return error.format_message()
         all_names = parameter.get_error_hint()
         return error.format_message().replace(all_names, repr(typed_flag(context, parameter.name)))
-    from jaxserve.other_names import Place, answer  # a right command needs no table
+    from jaxserve.values.other_names import Place, answer  # a right command needs no table
 
     parameters = [one.name for one in getattr(getattr(context, "command", None), "params", ())]
     parsed, option, found = option, _whole_option(context, option), None

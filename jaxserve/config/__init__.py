@@ -26,7 +26,7 @@ from jaxserve.config.model_path import PACKAGED
 from jaxserve.config.schema import Config, Section
 from jaxserve.config.yaml_lines import parse_yaml, read_yaml
 from jaxserve.errors import ConfigError, SeveralMistakes
-from jaxserve.other_names import Place, answer
+from jaxserve.values.other_names import Place, answer
 
 _PATHS = (
     "model.path",

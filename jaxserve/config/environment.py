@@ -8,7 +8,7 @@ import difflib
 import re
 from collections.abc import Collection, Mapping
 
-from jaxserve.other_names import Place, answer
+from jaxserve.values.other_names import Place, answer
 
 ENVIRONMENT: Mapping[str, str] = {  # the shorter names -> the settings
     "JAXSERVE_COMPILE_CACHE": "runtime.compile_cache",

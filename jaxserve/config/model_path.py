@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from jaxserve.errors import CheckpointError
-from jaxserve.gguf_file import SUFFIX
+from jaxserve.files.gguf_file import SUFFIX
 
 PACKAGED = {"demo": "demo_model", "demo-vision": "demo_model/vision"}  # directories in the package, by their names
 CONFIG_NAME = "config.json"

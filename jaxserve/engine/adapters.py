@@ -19,8 +19,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxserve.content import Adapter
 from jaxserve.errors import AdapterError, AdapterMemoryFull, ChangeUnderWay, InvalidRequest, UnknownModel
+from jaxserve.values.content import Adapter
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import operator
 from collections.abc import Collection, Mapping, Sequence, Set
 
 from jaxserve.api import Request, RequestOptions, SamplingParams, check_request
-from jaxserve.content import SALT_END, Adapter, private_salt
 from jaxserve.engine.adapters import LoadedAdapters
 from jaxserve.engine.embedding import EmbeddingRules
 from jaxserve.engine.pictures import PictureReader, prompt_pictures, with_pictures
@@ -19,6 +18,7 @@ from jaxserve.engine.structured import Grammars
 from jaxserve.errors import InvalidRequest, PromptTooLong, UnknownModel, UnsupportedOption
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.long_text import check_text_fits
+from jaxserve.values.content import SALT_END, Adapter, private_salt
 
 # Text, token ids (a list or an array of whole numbers), or vLLM's dictionaries {"prompt": text} and
 # {"prompt_token_ids": ids}, each with an optional "cache_salt", and an optional "multi_modal_data", whose {"image":

@@ -10,8 +10,8 @@ import binascii
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from jaxserve.content import Picture, PlacedPicture
 from jaxserve.errors import InvalidRequest, JaxserveError, UnsupportedOption
+from jaxserve.values.content import Picture, PlacedPicture
 
 T = TypeVar("T")
 

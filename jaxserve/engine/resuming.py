@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from jaxserve.api import FinishReason, Request
 from jaxserve.errors import InvalidRequest
-from jaxserve.structured_output import Matcher
 from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.values.structured_output import Matcher
 
 
 class Followed(NamedTuple):

@@ -17,9 +17,9 @@ from jaxserve.engine.lookup import History, LookupOptions
 from jaxserve.errors import InvalidRequest, UnsupportedOption
 from jaxserve.sched.base import Scheduler, TakesDrafts
 from jaxserve.sched.plan import Limits, RowDraft, RowMask, StepPlan
-from jaxserve.structured_output import Grammar, Matcher
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.grammar import GrammarCompiler
+from jaxserve.values.structured_output import Grammar, Matcher
 
 
 class Grammars:

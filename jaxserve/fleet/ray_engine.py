@@ -17,10 +17,10 @@ from ray import serve
 from jaxserve.assemble import assemble
 from jaxserve.config import ResolvedConfig
 from jaxserve.config.schema import HandoffConfig
-from jaxserve.console import set_up_logging
 from jaxserve.engine import AsyncEngine
 from jaxserve.errors import Draining, EngineStopped, Status
 from jaxserve.fleet.messages import Accepted, Refusal
+from jaxserve.offline.console import set_up_logging
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.grpc_service import InferenceService, generate_replies
 from jaxserve.serve.handoff import HandoffSetup

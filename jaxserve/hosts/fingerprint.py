@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxserve.config.schema import Config
-from jaxserve.gguf_file import find_gguf, parts_of
+from jaxserve.files.gguf_file import find_gguf, parts_of
 from jaxserve.sched import Limits
 
 # Settings that may differ between hosts: paths, and settings that only the front door or the scheduler of process 0

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 from jaxserve.errors import ConfigError
-from jaxserve.registry import Registry
+from jaxserve.values.registry import Registry
 
 logger = logging.getLogger(__name__)
 

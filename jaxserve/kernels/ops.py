@@ -10,7 +10,7 @@ from jaxserve.kernels.grouped_matmul import GroupedMatmul, GroupedMatmulUse
 from jaxserve.kernels.matmul import Matmul, MatmulUse
 from jaxserve.kernels.paged_attention import CACHE_DTYPES, AttentionUse, PagedAttention
 from jaxserve.kernels.product_rates import slower_products
-from jaxserve.registry import Registry
+from jaxserve.values.registry import Registry
 
 
 def _validate_attention(use: AttentionUse) -> None:

@@ -41,7 +41,7 @@ from jaxserve.kernels.paged_attention import (
     stored,
 )
 from jaxserve.kernels.xla_attention import slots_of
-from jaxserve.registry import Registry
+from jaxserve.values.registry import Registry
 
 
 @jax.tree_util.register_dataclass

@@ -31,7 +31,7 @@ from jaxserve.kv.memory_store import MemoryStore
 from jaxserve.kv.store import KVStore, Outcome
 from jaxserve.kv.transfer import SlotBytes, Transfers, Written
 from jaxserve.kv.workers import Workers
-from jaxserve.registry import Registry, check_takes
+from jaxserve.values.registry import Registry, check_takes
 
 _MAX_LOOKUPS = 256  # that wait
 _CLOSE_S = 5.0

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from jaxserve.content import ContentSpan
 from jaxserve.kv.channel import open_channel
 from jaxserve.kv.gen import handoff_pb2 as pb
 from jaxserve.kv.gen import handoff_pb2_grpc as pb_grpc
 from jaxserve.kv.leases import ID_BYTES, LeaseName
 from jaxserve.kv.names import is_mac, mac
+from jaxserve.values.content import ContentSpan
 
 MAX_TICKET_BYTES = 4096
 FRAME_OVERHEAD = 1 << 16  # bytes of a message beside `data`

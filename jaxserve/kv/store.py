@@ -22,7 +22,7 @@ from typing import Protocol, cast, runtime_checkable
 
 from jaxserve.errors import ConfigError, JaxserveError, Status
 from jaxserve.kv.page_format import PageLayout
-from jaxserve.registry import Registry, check_takes
+from jaxserve.values.registry import Registry, check_takes
 
 
 class Outcome(enum.Enum):

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from jaxserve.chips import Topology
+from jaxserve.values.chips import Topology
 
 _ACTIVATION_WIDTHS = (8, 4)  # of D and of F that a layer reads and writes for each token, in the weights' dtype
 _MANY = 2**20  # tokens that hit every expert

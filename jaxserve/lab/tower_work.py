@@ -6,8 +6,8 @@ For plans and simulations. As `roofline`, it needs no JAX but to look at a tower
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jaxserve.chips import Topology
 from jaxserve.lab.roofline import Assumptions, roofline_seconds
+from jaxserve.values.chips import Topology
 
 if TYPE_CHECKING:
     from jaxserve.models.tower_loading import PlannedTower

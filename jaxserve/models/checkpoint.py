@@ -15,7 +15,7 @@ from typing import Any
 from jaxserve.config.model_path import CONFIG_NAME, resolve_model_path
 from jaxserve.config.schema import ModelConfig
 from jaxserve.errors import CheckpointError
-from jaxserve.gguf_file import find_gguf, read_gguf
+from jaxserve.files.gguf_file import find_gguf, read_gguf
 from jaxserve.models.gguf.config import architecture_of, read_config, read_generation
 
 ORBAX_MARKER = "jaxserve_orbax.json"

@@ -10,7 +10,7 @@ from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.hf_config import HfConfig
 from jaxserve.models.vision_tower import TowerConfig, TowerFamily
 from jaxserve.models.weight_rules import Rule
-from jaxserve.registry import Registry
+from jaxserve.values.registry import Registry
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

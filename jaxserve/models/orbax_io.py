@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from jaxserve.config.model_path import CONFIG_NAME
 from jaxserve.errors import CheckpointError
+from jaxserve.files.new_directory import new_directory
 from jaxserve.models.checkpoint import (
     INDEX_NAME,
     ORBAX_MARKER,
@@ -39,7 +40,6 @@ from jaxserve.models.safetensors_files import ReadableTensor
 from jaxserve.models.shard_reading import checked_tensors, shard_reader, tensors_of
 from jaxserve.models.sharding import Axes, arrays_of, axes_of
 from jaxserve.models.weights import Path, Piece, plan_weights
-from jaxserve.new_directory import new_directory
 from jaxserve.progress import Progress, Quiet
 
 MAX_FILE_BYTES = 5_000_000_000  # of one safetensors file, as transformers cuts them

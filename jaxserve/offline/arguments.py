@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
 from jaxserve.errors import UnsupportedOption
-from jaxserve.other_names import Place, answer
+from jaxserve.values.other_names import Place, answer
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

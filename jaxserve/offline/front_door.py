@@ -16,8 +16,8 @@ from jaxserve.errors import ConfigError, InvalidRequest
 from jaxserve.offline.arguments import hint
 from jaxserve.offline.forks import watch_forks
 from jaxserve.offline.llm_tokenizer import LlmTokenizer
-from jaxserve.other_names import SAME, Place, answer, attribute_answer
 from jaxserve.progress import show_progress
+from jaxserve.values.other_names import SAME, Place, answer, attribute_answer
 
 if TYPE_CHECKING:
     from jaxserve.assemble import Assembly, SchedulerChoice

@@ -23,10 +23,10 @@ from safetensors.numpy import save_file
 
 from jaxserve.config.model_path import CONFIG_NAME
 from jaxserve.errors import CheckpointError, ConfigError
+from jaxserve.files.new_directory import check_new
 from jaxserve.models.checkpoint import INDEX_NAME
 from jaxserve.models.orbax_io import copy_small_files
 from jaxserve.models.safetensors_files import TensorSource, open_file
-from jaxserve.new_directory import check_new
 
 _JOB, ERRORS, _SUFFIX, _WRITING = "job.json", "int4_errors.json", ".partial", ".writing"
 

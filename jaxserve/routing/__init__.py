@@ -18,10 +18,10 @@ To bring another policy, derive from `Router` and name it: an entry point in the
 `package.module:Class`, or the class itself.
 """
 
-from jaxserve.registry import Registry, make_derived
 from jaxserve.routing.balancer import Balancer
 from jaxserve.routing.base import Load, Replica, Router, RouterOptions
 from jaxserve.routing.prompts import PrefixTable, PromptKey, key_of_text, key_of_tokens
+from jaxserve.values.registry import Registry, make_derived
 
 __all__ = [
     "ROUTERS",

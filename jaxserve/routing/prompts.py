@@ -7,7 +7,7 @@ block here. Equal sizes are not required: the table only has to guess where a be
 import collections
 from collections.abc import Sequence
 
-from jaxserve.content import Blocks, ContentSpan, block_key, root_key
+from jaxserve.values.content import Blocks, ContentSpan, block_key, root_key
 
 # One key per full block of the beginning; equal keys mean equal beginnings up to the end of that block.
 PromptKey = tuple[bytes, ...]

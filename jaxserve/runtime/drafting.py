@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxserve.errors import ConfigError
-from jaxserve.registry import Registry
 from jaxserve.runtime.row_state import NO_TOKEN
+from jaxserve.values.registry import Registry
 
 # The arrays of a drafter on the device: a tree with a line for each device row, and one for padding.
 DrafterState = Any

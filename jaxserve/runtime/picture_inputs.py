@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxserve.content import PlacedPicture
 from jaxserve.models.decoder import PictureInputs
 from jaxserve.runtime.row_state import FROM_DEVICE
 from jaxserve.sched.plan import Bucket, EncoderPool, RowSetup, StepPlan
+from jaxserve.values.content import PlacedPicture
 
 NO_SLOT = -1
 

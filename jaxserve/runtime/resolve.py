@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxserve.chips import canonical_kind
 from jaxserve.config.schema import Config, SpeculationConfig
 from jaxserve.errors import ConfigError, KernelsUnavailable
 from jaxserve.kernels.dispatch import Device, I, Op, U
@@ -36,6 +35,7 @@ from jaxserve.runtime.drafting import DRAFTERS, DrafterOptions
 from jaxserve.runtime.executables import Sizes
 from jaxserve.runtime.heads import AUTO, find_head, make_drafter
 from jaxserve.runtime.page_groups import PageGroups
+from jaxserve.values.chips import canonical_kind
 
 logger = logging.getLogger(__name__)
 

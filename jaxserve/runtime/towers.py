@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.content import Picture
+from jaxserve.values.content import Picture
 
 # Of a grid and a bucket, the arrays beside the pixels: `models.vision_tower.VisionTower.inputs`.
 TowerInputs = Callable[[tuple[int, int, int], int], Mapping[str, np.ndarray]]

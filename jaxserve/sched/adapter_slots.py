@@ -9,8 +9,8 @@ import collections
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxserve.content import Adapter
 from jaxserve.sched.plan import AdapterLoad
+from jaxserve.values.content import Adapter
 
 
 class AdapterCounts(NamedTuple):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from jaxserve.errors import ConfigError
-from jaxserve.registry import Registry, check_complete
 from jaxserve.sched.base import Scheduler
 from jaxserve.sched.core import ContinuousScheduler
 from jaxserve.sched.lengths import DEFAULT_LENGTHS, LengthPredictor
@@ -17,6 +16,7 @@ from jaxserve.sched.loading_scheduler import LoadingScheduler
 from jaxserve.sched.options import SchedulerOptions
 from jaxserve.sched.plan import Limits
 from jaxserve.sched.policy import Policy
+from jaxserve.values.registry import Registry, check_complete
 
 SchedulerFactory = Callable[[Limits, SchedulerOptions], Scheduler]
 

@@ -5,7 +5,6 @@ The draft holds the scratch values of one `schedule` and how much more fits into
 """
 
 from jaxserve.api import Request
-from jaxserve.content import root_key
 from jaxserve.sched.budget import StepBudget
 from jaxserve.sched.plan import (
     Chunk,
@@ -19,6 +18,7 @@ from jaxserve.sched.plan import (
     reads_history,
 )
 from jaxserve.sched.state import NEVER, Sequence, SequenceState, sequence_seed
+from jaxserve.values.content import root_key
 
 
 class DraftChunk:

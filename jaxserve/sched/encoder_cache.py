@@ -21,11 +21,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxserve.api import Request, shown_id
-from jaxserve.content import Picture, salts_agree
 from jaxserve.errors import RequestRejected
 from jaxserve.sched.draft import DraftChunk
 from jaxserve.sched.plan import Encode, EncoderPool, PicturePlace
 from jaxserve.sched.state import Sequence
+from jaxserve.values.content import Picture, salts_agree
 
 
 class _Key(NamedTuple):

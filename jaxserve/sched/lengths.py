@@ -10,8 +10,8 @@ their limits stays half empty, and a cache planned without any prediction preemp
 from typing import Protocol
 
 from jaxserve.errors import ConfigError
-from jaxserve.registry import Registry
 from jaxserve.sched.state import Sequence
+from jaxserve.values.registry import Registry
 
 DEFAULT_LENGTHS = "learned"
 """The name of the predictor that a scheduler has unless another is named."""

@@ -20,7 +20,6 @@ import logging
 from collections.abc import Iterable, Mapping
 
 from jaxserve.api import Request
-from jaxserve.content import Blocks, ContentSpan, salts_agree
 from jaxserve.sched.entry import PageEntry
 from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.pages import PagePool
@@ -28,6 +27,7 @@ from jaxserve.sched.plan import DUMMY_PAGE, Limits, PageCopy, PageGrant, PageLoa
 from jaxserve.sched.prefix import PrefixCache
 from jaxserve.sched.refill import Estimates, RefillCosts
 from jaxserve.sched.state import NEVER, BlockTable, PendingLoad, Sequence
+from jaxserve.values.content import Blocks, ContentSpan, salts_agree
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ import collections
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-from jaxserve.content import Blocks, ContentSpan
 from jaxserve.sched.entry import NO_SLOT, PageEntry
 from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.memory import SequenceMemory
+from jaxserve.values.content import Blocks, ContentSpan
 
 
 class Prompt(NamedTuple):

@@ -37,8 +37,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 from jaxserve.api import SamplingParams, TokenLogprobs
-from jaxserve.content import Adapter, Picture, PlacedPicture
 from jaxserve.sched import codec
+from jaxserve.values.content import Adapter, Picture, PlacedPicture
 
 __all__ = [
     "AdapterLoad",

@@ -15,12 +15,12 @@ import collections
 import weakref
 from collections.abc import Sequence
 
-from jaxserve.content import Blocks, ContentSpan, HashBlock, block_key, root_key, salts_agree
 from jaxserve.sched.entry import NO_SLOT, PageEntry
 from jaxserve.sched.host_tier import HostTier
 from jaxserve.sched.page_watch import PageWatcher
 from jaxserve.sched.pages import PagePool
 from jaxserve.sched.plan import DUMMY_PAGE, PageGroup
+from jaxserve.values.content import Blocks, ContentSpan, HashBlock, block_key, root_key, salts_agree
 
 
 class PrefixCache:

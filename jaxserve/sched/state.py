@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jaxserve.api import NOT_FINITE, FinishReason, Pooling, PromptInfo, Request, TokenLogprobs
-from jaxserve.content import Blocks
 from jaxserve.sched.entry import PageEntry
 from jaxserve.sched.plan import DUMMY_PAGE
+from jaxserve.values.content import Blocks
 
 # An odd 63-bit constant (2**63 over the golden ratio): multiples of it are distinct modulo 2**63 and far apart.
 _SEED_STEP = 0x4F1BBCDCBFA53E0B

@@ -24,8 +24,8 @@ import dataclasses
 from collections.abc import Callable
 
 from jaxserve.errors import ConfigError
-from jaxserve.registry import Registry, make_derived
 from jaxserve.sched.tier_admission import Admission, AdmitAll, SecondSight
+from jaxserve.values.registry import Registry, make_derived
 
 ADMISSIONS = ("second_sight", "always")
 

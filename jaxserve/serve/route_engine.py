@@ -17,7 +17,6 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 
 from jaxserve.api import NO_OPTIONS, FinishReason, PromptInfo, Request, RequestOptions, SamplingParams, shown_id
-from jaxserve.content import Picture, PlacedPicture
 from jaxserve.engine import Load, ModelInfo, Prompt, Sink, Update, prepare_request
 from jaxserve.engine.load import NOTHING_PENDING, Pending
 from jaxserve.engine.shared_room import SharedRoom
@@ -36,6 +35,7 @@ from jaxserve.serve.owners import Owner
 from jaxserve.serve.route_service import RouteService
 from jaxserve.serve.status import error_of_grpc
 from jaxserve.text import ChatTemplate, Tokenizer
+from jaxserve.values.content import Picture, PlacedPicture
 
 T = TypeVar("T")
 

@@ -18,7 +18,6 @@ import grpc
 from google.protobuf.message import Message
 
 from jaxserve.api import ResumeReason
-from jaxserve.content import private_salt
 from jaxserve.errors import Draining, EngineStopped, InvalidRequest, QueueFull
 from jaxserve.routing import PromptKey, key_of_text, key_of_tokens
 from jaxserve.serve.convert import abort_from_proto, refuse_unknown_fields
@@ -33,6 +32,7 @@ from jaxserve.serve.route_pool import Backend, Place, Pool
 from jaxserve.serve.route_prompts import PoolPrompts
 from jaxserve.serve.status_details import is_draining, retry_after_s
 from jaxserve.serve.suspects import Deaths
+from jaxserve.values.content import private_salt
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from jaxserve.api import FinishReason, PromptInfo, Request, SamplingParams, TokenEvent, TokenLogprobs
-from jaxserve.content import Picture, PlacedPicture
 from jaxserve.errors import MissingBucket
 from jaxserve.sched.base import InFlight, Runner, Scheduler
 from jaxserve.sched.plan import (
@@ -40,6 +39,7 @@ from jaxserve.sched.plan import (
     reads_history,
 )
 from jaxserve.testing.parts import ByteTokenizer, ManualClock
+from jaxserve.values.content import Picture, PlacedPicture
 
 _POISON = -7_777  # where a draft was wrong
 

@@ -22,7 +22,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxserve.errors import CheckpointError
-from jaxserve.gguf_file import GgufArray, GgufFile, read_gguf
+from jaxserve.files.gguf_file import GgufArray, GgufFile, read_gguf
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.hf_tokenizer import HfTokenizer
 from jaxserve.text.pieces import SPACE_MARK

@@ -18,11 +18,11 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.structured_output import StructuredOutput
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.json_schema import enforceable, name_of, schemas_in, white_space
 from jaxserve.text.schema_fault import find_fault
 from jaxserve.text.trial import Trial
+from jaxserve.values.structured_output import StructuredOutput
 
 _CACHED_GRAMMARS = 64
 _EMBEDDED = "%json "  # before a schema within a grammar

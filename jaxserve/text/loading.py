@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from jaxserve.errors import CheckpointError
-from jaxserve.gguf_file import SUFFIX, find_gguf
+from jaxserve.files.gguf_file import SUFFIX, find_gguf
 from jaxserve.text.base import Tokenizer
 from jaxserve.text.gguf_tokenizer import read_gguf_tokenizer
 from jaxserve.text.hf_tokenizer import HfTokenizer

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
-from jaxserve.content import Picture, PlacedPicture
 from jaxserve.errors import CheckpointError, InvalidRequest
-from jaxserve.registry import Registry
+from jaxserve.values.content import Picture, PlacedPicture
+from jaxserve.values.registry import Registry
 from jaxserve.vision.decoding import Decoders, TimeAllowed
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from jaxserve.content import PlacedPicture
 from jaxserve.errors import InvalidRequest
+from jaxserve.values.content import PlacedPicture
 from jaxserve.vision.fields import Fields
 from jaxserve.vision.processor import PictureLimits, PictureProcessor, Positions
 

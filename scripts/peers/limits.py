@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxserve.gguf_file import find_gguf, read_gguf
+from jaxserve.files.gguf_file import find_gguf, read_gguf
 from jaxserve.lab.roofline import Work
 from jaxserve.models.checkpoint import read_checkpoint
 from jaxserve.models.family import FAMILIES

@@ -37,7 +37,7 @@ def test_loads_nothing_heavy(code: str, allowed: set[str]) -> None:
 
 
 def test_a_model_without_orbax_weights_does_not_load_orbax() -> None:
-    assert "orbax" not in {name.partition(".")[0] for name in _modules("import jaxserve.llm")}
+    assert "orbax" not in {name.partition(".")[0] for name in _modules("import jaxserve.offline.llm")}
 
 
 def test_doors_that_are_closed_are_not_loaded() -> None:

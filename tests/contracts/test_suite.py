@@ -136,7 +136,7 @@ def test_what_is_reached_is_seen_in_functions_fixtures_data_and_processes(tmp_pa
     assert ended.returncode == 0, ended.stdout + ended.stderr
     record = read_record(tmp_path / "reach.json")
     registry = [test for name, test in record.items() if name.startswith("tests/test_registry.py")]
-    assert registry and any("jaxserve/registry.py" in test.files for test in registry)
+    assert registry and any("jaxserve/values/registry.py" in test.files for test in registry)
     assert not any("jaxserve/sched/core.py" in test.files for test in registry)
 
 

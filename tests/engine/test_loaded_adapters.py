@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from adapter_parts import MODEL, byte_adapters, read_bytes, write_bytes
 
-from jaxserve.content import Adapter
 from jaxserve.engine.adapters import LoadedAdapters
 from jaxserve.errors import AdapterError, AdapterMemoryFull, ChangeUnderWay, InvalidRequest, Status, UnknownModel
+from jaxserve.values.content import Adapter
 
 WAIT_S = 60.0
 

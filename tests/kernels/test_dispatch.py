@@ -17,8 +17,8 @@ from jaxserve.kernels.cases import REAL, case
 from jaxserve.kernels.dispatch import ENTRY_POINTS, Device, Op
 from jaxserve.kernels.ops import OPS, PAGED_ATTENTION
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
-from jaxserve.registry import Registry
 from jaxserve.runtime.resolve import choose
+from jaxserve.values.registry import Registry
 
 CPU = Device(backend="cpu", kind="cpu")
 H200 = Device(backend="gpu", kind="NVIDIA H200", compute_capability=(9, 0))

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from jaxserve.chips import CHIPS, parse_topology
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.lab.roofline import Assumptions, Work, roofline_seconds
 from jaxserve.lab.simulation.roofline import LLAMA_3_8B, LLAMA_3_70B, DecoderShape, HostCost, Roofline, local_shape
 from jaxserve.sched import Bucket, Chunk, StepPlan
+from jaxserve.values.chips import CHIPS, parse_topology
 
 ALL = Assumptions(memory_share=1.0, compute_share=1.0, link_share=1.0)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.chips import parse_topology
 from jaxserve.cli import main
 from jaxserve.config import load_config
 from jaxserve.config.schema import CacheConfig
@@ -25,6 +24,7 @@ from jaxserve.routing import RouterOptions
 from jaxserve.runtime.memory import memory_share
 from jaxserve.sched import Bucket, Limits, SchedulerOptions, StepPlan
 from jaxserve.sched.record import LogEnd, LogHeader, StepRecord
+from jaxserve.values.chips import parse_topology
 
 SHAPE = str(Path(__file__).parents[2] / "configs" / "shapes" / "llama3.1-8b")
 SMALL = ["simulate", "--num-prompts", "20", "--input-len", "40", "--output-len", "10"]

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.sharding import SingleDeviceSharding
 
-from jaxserve.chips import parse_topology
 from jaxserve.lab.compiled.topology import absent_devices
 from jaxserve.lab.ledger import captured_kernels, estimated_cycles, kernel_calls, print_schedules, time_of_call
 from jaxserve.runtime.hlo import parse_hlo
+from jaxserve.values.chips import parse_topology
 
 FOLDER = Path(sys.argv[1])
 TOPOLOGY = "v5e:2x2"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve.chips import CHIPS
 from jaxserve.lab.compiled.collectives import Collective
 from jaxserve.lab.ledger import PARTS, StepTime, time_of_step
 from jaxserve.runtime.hlo import parse_hlo
+from jaxserve.values.chips import CHIPS
 
 CHIP = CHIPS["v5e"]
 MIB = 2**20

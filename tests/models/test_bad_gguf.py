@@ -12,7 +12,7 @@ import pytest
 
 from jaxserve.config.schema import ModelConfig
 from jaxserve.errors import CheckpointError
-from jaxserve.gguf_file import read_gguf
+from jaxserve.files.gguf_file import read_gguf
 from jaxserve.models import configured_checkpoint, decoder_config, load_model, read_checkpoint
 from jaxserve.models.gguf.architectures import ARCHITECTURES
 from jaxserve.models.gguf.blocks import BLOCKS

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from test_quantised_slices import some_index
 
-from jaxserve.gguf_file import read_gguf
+from jaxserve.files.gguf_file import read_gguf
 from jaxserve.models.gguf.blocks import BLOCKS
 from jaxserve.models.quantised.slices import QuantisedSlice
 from jaxserve.models.safetensors_files import TensorSource

@@ -16,7 +16,7 @@ from test_loading import mesh_of
 
 from jaxserve.config.schema import ModelConfig, ParallelConfig
 from jaxserve.errors import CheckpointError
-from jaxserve.gguf_file import read_gguf
+from jaxserve.files.gguf_file import read_gguf
 from jaxserve.hosts.fingerprint import checkpoint_digest
 from jaxserve.models import configured_checkpoint, decoder_config, load_model, orbax_io, read_checkpoint
 from jaxserve.models.checkpoint import CheckpointKind

@@ -18,7 +18,6 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.config.schema import ParallelConfig
-from jaxserve.content import Picture
 from jaxserve.errors import CheckpointError
 from jaxserve.models import load_model, load_trainable, load_trainable_tower
 from jaxserve.models.checkpoint import read_checkpoint
@@ -26,6 +25,7 @@ from jaxserve.models.decoder import PictureInputs
 from jaxserve.models.loading import one_device_mesh
 from jaxserve.models.tower_loading import PlannedTower, plan_tower, tower_of
 from jaxserve.runtime.mesh import make_meshes
+from jaxserve.values.content import Picture
 from jaxserve.vision import PictureLimits, PictureProcessor, find_processor, read_preprocessor
 
 VISION = hf_oracle.FIXTURES / "vision"

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic import tpu_info  # has no public name yet
 
-from jaxserve.chips import CHIPS, canonical_kind, parse_topology
 from jaxserve.errors import ConfigError
 from jaxserve.lab.compiled.topology import absent_devices, device_of_topology
+from jaxserve.values.chips import CHIPS, canonical_kind, parse_topology
 
 GIB = 2**30
 

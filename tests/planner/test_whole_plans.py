@@ -9,7 +9,6 @@ import jax
 import pytest
 from plan_parts import CONFIGS, shipped, small_config, write_shape
 
-from jaxserve.chips import parse_topology
 from jaxserve.cli import main
 from jaxserve.lab.compiled.collectives import Collective
 from jaxserve.lab.compiled.topology import absent_devices
@@ -23,6 +22,7 @@ from jaxserve.models.checkpoint import read_checkpoint
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.models.loading import decoder_config
 from jaxserve.sched.plan import Bucket, Limits, PageGroup
+from jaxserve.values.chips import parse_topology
 
 DECODE = ("decode 16x16",)
 LAYERS = 3

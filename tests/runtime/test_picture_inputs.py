@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from jaxserve.content import PlacedPicture
 from jaxserve.runtime.pack import Layout, pack, split_grants, unpack
 from jaxserve.runtime.picture_inputs import NO_SLOT, PictureRows, PictureSizes, picture_inputs
 from jaxserve.sched.draft import row_setup
 from jaxserve.sched.plan import Bucket, Chunk, EncoderPool, PicturePlace, RowPicture, RowSetup, StepPlan
 from jaxserve.sched.state import Sequence
 from jaxserve.testing import make_picture, make_request
+from jaxserve.values.content import PlacedPicture
 
 MAX_ROWS, PAGE = 4, 4
 BUCKET = Bucket(16, 4, False)

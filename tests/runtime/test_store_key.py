@@ -22,16 +22,16 @@ OUTSIDE = {  # imported on the way, and yet no part of a program
     "config/__init__.py": "the environment and files; what follows from them is in the sizes",
     "config/model_path.py": "where a model is; what is there is in the key",
     "config/schema.py": "fields; their values reach a program as sizes",
-    "content.py": "what pages are named by; a step knows pages by number",
     "errors.py": "the types of errors",
-    "gguf_file.py": "what the header of a file says; the config and shapes that follow from it are in the key",
-    "new_directory.py": "a folder that appears as a whole",
-    "other_names.py": "what options are called elsewhere, for messages",
+    "files/gguf_file.py": "what the header of a file says; the config and shapes that follow from it are in the key",
+    "files/new_directory.py": "a folder that appears as a whole",
     "progress.py": "what a start says",
-    "registry.py": "finds an implementation or a family by name; both names are in the key",
     "sched/base.py": "the protocol between scheduler and runner",
     "sched/codec.py": "plans as JSON",
-    "structured_output.py": "options of requests; masks reach a step as values",
+    "values/content.py": "what pages are named by; a step knows pages by number",
+    "values/other_names.py": "what options are called elsewhere, for messages",
+    "values/registry.py": "finds an implementation or a family by name; both names are in the key",
+    "values/structured_output.py": "options of requests; masks reach a step as values",
 }
 
 

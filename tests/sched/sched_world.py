@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxserve.api import FinishReason, Request, SamplingParams
-from jaxserve.content import PlacedPicture
 from jaxserve.errors import UserError
 from jaxserve.sched import InFlight, Limits, Policy, SchedulerOptions, Sequence, StepPlan, create_scheduler
 from jaxserve.sched.base import MayWait
@@ -20,6 +19,7 @@ from jaxserve.sched.plan import EncoderPool, HostSlots
 from jaxserve.sched.state import sequence_seed
 from jaxserve.sched.tier_policy import TierOptions
 from jaxserve.testing import FakeRunner, ManualClock, Output, make_limits, make_picture, make_request, seen_tokens
+from jaxserve.values.content import PlacedPicture
 
 VOCAB = 7
 PLACEHOLDER = 6  # which the prompts without a picture hold, too

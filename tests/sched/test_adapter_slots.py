@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from jaxserve.api import Request, SamplingParams
-from jaxserve.content import SALT_END, Adapter, private_salt, salts_agree
 from jaxserve.sched import Limits, SchedulerOptions, create_scheduler
 from jaxserve.sched.adapter_slots import AdapterSlots
 from jaxserve.sched.counts import adapter_counts_of
 from jaxserve.sched.plan import Bucket, StepPlan, StepResult
+from jaxserve.values.content import SALT_END, Adapter, private_salt, salts_agree
 
 
 def adapter(name: str) -> Adapter:

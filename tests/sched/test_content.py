@@ -7,12 +7,12 @@ import sys
 import pytest
 
 from jaxserve.api import Request, SamplingParams, check_request
-from jaxserve.content import Blocks, ContentSpan, Picture, PlacedPicture, block_key, root_key
 from jaxserve.errors import InvalidRequest
 from jaxserve.routing import key_of_tokens
 from jaxserve.sched import ContinuousScheduler, SchedulerOptions, create_scheduler
 from jaxserve.sched.plan import EncoderPool
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
+from jaxserve.values.content import Blocks, ContentSpan, Picture, PlacedPicture, block_key, root_key
 
 PICTURE = 7  # the id of a placeholder
 
@@ -61,7 +61,7 @@ def with_pictures(request_id: str, *spans: ContentSpan, length: int = 13) -> Req
 
 
 _PROGRAM = """
-from jaxserve.content import Picture, PlacedPicture
+from jaxserve.values.content import Picture, PlacedPicture
 from jaxserve.routing import key_of_text, key_of_tokens
 from jaxserve.sched import SchedulerOptions, create_scheduler
 from jaxserve.sched.plan import EncoderPool

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 
 from jaxserve.api import SamplingParams, StructuredOutput
-from jaxserve.content import Adapter
 from jaxserve.hosts import frames
 from jaxserve.runtime.pipeline import split_plan
 from jaxserve.sched import StepPlan, create_scheduler
@@ -29,6 +28,7 @@ from jaxserve.sched.plan import (
 )
 from jaxserve.sched.record import StepRecord
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
+from jaxserve.values.content import Adapter
 
 
 def test_a_log_of_plans_replays_to_the_same_tokens():

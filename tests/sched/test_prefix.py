@@ -4,12 +4,12 @@ import gc
 
 import pytest
 
-from jaxserve.content import Blocks
 from jaxserve.sched import SchedulerOptions, create_scheduler
 from jaxserve.sched.entry import PageEntry
 from jaxserve.sched.pages import PagePool
 from jaxserve.sched.prefix import PrefixCache
 from jaxserve.testing import FakeRunner, drive, make_limits, make_request
+from jaxserve.values.content import Blocks
 
 
 def cache(num_pages: int = 8, page_size: int = 2, **options) -> tuple[PagePool, PrefixCache]:

@@ -20,7 +20,7 @@ from peers.values import Answer, Ask, Settings, answers_from_json, answers_to_js
 from peers.workloads import TINY, WORKLOADS, Sizes, describe, make_again, make_asks, make_warm_up
 from safetensors.numpy import load_file
 
-from jaxserve.gguf_file import read_gguf
+from jaxserve.files.gguf_file import read_gguf
 from jaxserve.models.decoder_config import ExpertSpec
 from jaxserve.models.family import FAMILIES
 

@@ -19,9 +19,9 @@ from kernel_peers import PEER_TOLERANCE, Dense, NoPeerError
 from kernel_results import GIVE_UP, Results, summary
 from kernel_runs import Turns, find_case, prepare
 
-from jaxserve.chips import CHIPS
 from jaxserve.kernels.cases import CASES, REAL
 from jaxserve.kernels.xla_attention import XLA_ATTENTION
+from jaxserve.values.chips import CHIPS
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = "llama3-8b-tp8/decode64/64/bfloat16"

@@ -11,7 +11,7 @@ import fetch_real_models
 import pytest
 from fetch_real_models import FetchError, RealModel, ensure_model
 
-from jaxserve.gguf_file import read_gguf
+from jaxserve.files.gguf_file import read_gguf
 from jaxserve.models.gguf.config import read_config
 
 PARTS = {"parts-a": b"GGUF and", "parts-b": b" the rest"}

@@ -3,9 +3,9 @@
 import hashlib
 from pathlib import Path
 
-from jaxserve.content import Adapter
 from jaxserve.engine.adapters import LoadedAdapters
 from jaxserve.errors import AdapterError
+from jaxserve.values.content import Adapter
 
 MODEL = "fake"
 

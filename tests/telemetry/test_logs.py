@@ -7,8 +7,8 @@ import pytest
 
 from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.config.schema import RuntimeConfig
-from jaxserve.console import set_up_logging
 from jaxserve.engine import Engine, ModelInfo
+from jaxserve.offline.console import set_up_logging
 from jaxserve.sched import create_scheduler
 from jaxserve.telemetry import JsonFormatter, observe_requests
 from jaxserve.testing import ByteTokenizer, FakeRunner, make_limits

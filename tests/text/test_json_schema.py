@@ -10,11 +10,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from jaxserve.errors import InvalidRequest, UnsupportedOption
-from jaxserve.structured_output import StructuredOutput
 from jaxserve.testing import ByteTokenizer
 from jaxserve.text import grammar as grammar_module
 from jaxserve.text.grammar import GrammarCompiler, TextMatcher
 from jaxserve.text.json_schema import FORMATS, check_formats, enforceable, named, schemas_in
+from jaxserve.values.structured_output import StructuredOutput
 
 COMPILER = GrammarCompiler(ByteTokenizer(), 258, (257,))
 OF_JSON_SCHEMA = ["uri-reference", "uri-template", "iri", "iri-reference", "idn-email", "idn-hostname", "regex"]

@@ -9,12 +9,12 @@ import threading
 import pytest
 
 from jaxserve.errors import InvalidRequest, JaxserveError, UnsupportedOption
-from jaxserve.structured_output import StructuredOutput
 from jaxserve.testing import ByteTokenizer
 from jaxserve.text import grammar as grammar_module
 from jaxserve.text import trial as trial_module
 from jaxserve.text.grammar import GrammarCompiler
 from jaxserve.text.trial import Trial
+from jaxserve.values.structured_output import StructuredOutput
 
 WAIT_S = 120.0  # for anything that must happen: far more than a busy machine takes
 SOURCE = "start: /a/"

@@ -14,8 +14,8 @@ import pytest
 from picture_files import jpeg_of_scans
 from PIL import Image
 
-from jaxserve.content import Picture
 from jaxserve.errors import CheckpointError, InvalidRequest, how_to_install
+from jaxserve.values.content import Picture
 from jaxserve.vision import PictureLimits, find_processor
 from jaxserve.vision.decoder_program import Refused, decode, has_more_scans
 from jaxserve.vision.decoding import Decoders, silence_pillow

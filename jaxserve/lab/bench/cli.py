@@ -15,7 +15,6 @@ import typer
 
 from jaxserve.cli.options import ConfigOption, SetOption
 from jaxserve.config import load_config
-from jaxserve.console import complain, set_up_logging
 from jaxserve.errors import ConfigError
 from jaxserve.lab.bench.plot import plot_serve
 from jaxserve.lab.bench.rates import machine_rates
@@ -54,6 +53,7 @@ from jaxserve.lab.workloads.flags import (
 from jaxserve.lab.workloads.metrics import Goodput
 from jaxserve.lab.workloads.pictures import check_plot
 from jaxserve.lab.workloads.tables import make_console
+from jaxserve.offline.console import complain, set_up_logging
 from jaxserve.serve.keys import read_keys
 
 ALL_FAILED = 3
@@ -255,7 +255,7 @@ def startup_command(
 
 def _load(config: Path | None, overrides: list[str] | None) -> Any:
     """The LLM of a config, with all its step shapes from the start; loading JAX takes seconds."""
-    from jaxserve.llm import LLM
+    from jaxserve.offline.llm import LLM
 
     set_up_logging(load_config(config, overrides or ()).config.runtime)
     return LLM.from_config(config, [*(overrides or ()), "runtime.background_buckets=false"])

@@ -15,7 +15,7 @@ from jaxserve.lab.workloads.datasets import DatasetOptions, make_samples
 from jaxserve.lab.workloads.metrics import spread_ms
 from jaxserve.lab.workloads.prompts import IdPrompts
 from jaxserve.lab.workloads.samples import Sample
-from jaxserve.llm import LLM, RequestOutput
+from jaxserve.offline.llm import LLM, RequestOutput
 
 _PERCENTILES = (10, 25, 50, 75, 90, 99)
 _WARMUP_TOKENS = 8

@@ -106,7 +106,7 @@ def start_once(job: dict[str, Any]) -> int:
     begin_s = time.perf_counter()
     from jaxserve.api import SamplingParams
     from jaxserve.lab.bench.about import about_device
-    from jaxserve.llm import LLM
+    from jaxserve.offline.llm import LLM
 
     imported_s = time.perf_counter()
     llm = LLM.from_config(job["config"], job["overrides"])

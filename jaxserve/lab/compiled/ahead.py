@@ -12,7 +12,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxserve.chips import parse_topology
 from jaxserve.config.schema import Config
 from jaxserve.errors import ConfigError
 from jaxserve.kernels.dispatch import Device
@@ -41,6 +40,7 @@ from jaxserve.runtime.resolve import (
     resolve_sizes,
 )
 from jaxserve.runtime.tower_building import TowerPlan, picture_sizes, tower_jobs
+from jaxserve.values.chips import parse_topology
 
 PlanTower = Callable[[Mesh | AbstractMesh, np.dtype], TowerPlan | None]
 Keep = Callable[[Partition, str], Mapping[Path, Kept]]  # which parameters of a model cut so are codes on a backend

@@ -15,10 +15,10 @@ import jax
 from jax.experimental import topologies
 
 from jaxserve.assemble.devices import settle_platform
-from jaxserve.chips import Chip, Topology, parse_topology
 from jaxserve.config import describe_absent_tpu
 from jaxserve.errors import ConfigError, MissingCompiler, how_to_install
 from jaxserve.kernels.dispatch import Device
+from jaxserve.values.chips import Chip, Topology, parse_topology
 
 _GPU_SHEET = """
 gpu_device_info {{

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from jaxserve.chips import parse_topology
 from jaxserve.kernels.cases import Case, Room, attend_layers
 from jaxserve.kernels.pallas.tpu_implementation import make_attention
 from jaxserve.kernels.tuning import TunedTable
@@ -24,6 +23,7 @@ from jaxserve.lab.ledger.bundles import UnknownSchedule
 from jaxserve.lab.ledger.calls import KernelCall, kernel_calls
 from jaxserve.lab.ledger.capture import captured_kernels, print_schedules
 from jaxserve.lab.ledger.predict import KernelTime, time_of_call
+from jaxserve.values.chips import parse_topology
 
 _LARGE = 2**30  # bytes of a cache that no compiler keeps in the fast memory
 

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from jaxserve.chips import Chip
 from jaxserve.lab.ledger.bundles import Program
 from jaxserve.lab.ledger.calls import KernelCall
 from jaxserve.lab.ledger.walk import Rates, Walk, walk
+from jaxserve.values.chips import Chip
 
 # libtpu's names of the dtypes that a matrix unit multiplies, and those of `Chip.flops`.
 _DTYPES = {"bf16": "bfloat16", "s8": "int8", "u8": "int8", "f8e4m3fn": "float8", "f8e4m3": "float8", "f8e5m2": "float8"}

@@ -9,12 +9,12 @@ lasts until it is there. So the sum can lie at, and not below, what all bytes ne
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxserve.chips import Chip
 from jaxserve.lab.compiled.collectives import KINDS, Collective, collectives_by_instruction
 from jaxserve.lab.compiled.traffic import is_weight_kernel, memory_traffic
 from jaxserve.lab.ledger.estimates import estimated_cycles
 from jaxserve.lab.ledger.predict import KernelTime
 from jaxserve.runtime.hlo import Instruction, Module
+from jaxserve.values.chips import Chip
 
 # Where the time of a step goes: matrix products outside of kernels; attention, with what prepares its operands; the
 # write of new keys and values; sampling; exchanges between devices; waits for copies that were started early; the rest.

@@ -7,7 +7,6 @@ import concurrent.futures
 import re
 from collections.abc import Sequence
 
-from jaxserve.chips import Topology
 from jaxserve.kernels.cases import Case, Room
 from jaxserve.lab.compiled.ahead import AbsentModel
 from jaxserve.lab.compiled.collectives import Collective
@@ -21,6 +20,7 @@ from jaxserve.runtime.hlo import Instruction, Module
 from jaxserve.runtime.memory import tokens_within
 from jaxserve.runtime.resolve import attention_uses, draft_uses
 from jaxserve.sched.plan import Bucket, Limits
+from jaxserve.values.chips import Topology
 
 _LAYER = re.compile(r"layer_(\d+)")
 

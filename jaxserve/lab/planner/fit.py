@@ -6,7 +6,6 @@ device's.
 
 import dataclasses
 
-from jaxserve.chips import Chip, Topology
 from jaxserve.config.schema import Config
 from jaxserve.errors import CapacityError
 from jaxserve.lab.compiled.ahead import AbsentModel, Keep, PlanTower, place_ahead
@@ -14,6 +13,7 @@ from jaxserve.lab.planner.report import MemoryUse, Suggestion
 from jaxserve.models.decoder_config import DecoderConfig
 from jaxserve.runtime.build import plan_stage_memory
 from jaxserve.runtime.memory import MemoryPlan, held_tokens, memory_share, reserved_share
+from jaxserve.values.chips import Chip, Topology
 
 _GIB = 2**30
 _NO_LIMIT = 2**62  # bytes of a device that holds everything

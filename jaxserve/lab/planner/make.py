@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.assemble.pictures import plan_pictures
-from jaxserve.chips import Topology, parse_topology
 from jaxserve.config.schema import Config
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.kernels.packed_blocks import PackedBlocks
@@ -37,6 +36,7 @@ from jaxserve.models.weights import Path
 from jaxserve.progress import Progress, Quiet
 from jaxserve.runtime.memory import MemoryPlan, longest_sequence
 from jaxserve.sched.plan import Limits
+from jaxserve.values.chips import Topology, parse_topology
 
 _CONTEXT = 2048  # tokens a row, where no length of sequences is given
 

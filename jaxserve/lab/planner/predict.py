@@ -8,10 +8,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jaxserve.chips import Topology
 from jaxserve.lab.planner.report import Prediction, StepFacts
 from jaxserve.lab.roofline import Assumptions, Work, roofline_seconds
 from jaxserve.sched.plan import Limits
+from jaxserve.values.chips import Topology
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from jaxserve import assemble
 from jaxserve.assemble.step_log import check_fits, differing_settings, settings_of, sizes_from
 from jaxserve.config import ResolvedConfig
 from jaxserve.config.schema import HostsConfig
-from jaxserve.console import complain
 from jaxserve.errors import ConfigError
 from jaxserve.lab.replay.core import replay
+from jaxserve.offline.console import complain
 from jaxserve.progress import show_progress
 from jaxserve.sched.record import StepLog
 

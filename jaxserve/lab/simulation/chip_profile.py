@@ -8,7 +8,7 @@
     link_gb_s: 0                 # to the other chips, one way, through a switch; 0: none
 
 A device is then 'FILE.yaml:1', with the number of chips. Nothing compiles for such a chip: `jaxserve plan` takes the
-chips of `jaxserve.chips` alone.
+chips of `jaxserve.values.chips` alone.
 """
 
 from pathlib import Path
@@ -17,8 +17,8 @@ from typing import Literal
 import pydantic
 import yaml
 
-from jaxserve.chips import Chip, Topology, parse_topology
 from jaxserve.errors import ConfigError
+from jaxserve.values.chips import Chip, Topology, parse_topology
 
 _COUNTS = (1, 2, 4, 8, 16)
 _GIB = 2**30
@@ -39,7 +39,7 @@ class ChipProfile(pydantic.BaseModel):
     link_gb_s: float = pydantic.Field(default=0.0, ge=0)
 
     def chip(self) -> Chip:
-        """The data sheet in the form of those in `jaxserve.chips`."""
+        """The data sheet in the form of those in `jaxserve.values.chips`."""
         memory = int(self.memory_gib * _GIB)
         return Chip(
             name=self.name,

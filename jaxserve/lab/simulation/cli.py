@@ -11,7 +11,6 @@ import typer
 from jaxserve.cli.options import ConfigOption, ModelOption, SetOption, with_model
 from jaxserve.config import load_config, policy_of
 from jaxserve.config.schema import Config
-from jaxserve.console import complain
 from jaxserve.errors import ConfigError
 from jaxserve.lab.bench.about import about_machine
 from jaxserve.lab.bench.report import check_writable, write_json
@@ -53,6 +52,7 @@ from jaxserve.lab.workloads.flags import (
 from jaxserve.lab.workloads.metrics import Goodput, check_percentiles
 from jaxserve.lab.workloads.pictures import check_plot, save_figure
 from jaxserve.lab.workloads.tables import make_console, make_title
+from jaxserve.offline.console import complain
 from jaxserve.progress import show_progress
 from jaxserve.sched.record import read_header
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from jaxserve.api import Request, SamplingParams
-from jaxserve.content import Picture, PlacedPicture
 from jaxserve.errors import ConfigError
 from jaxserve.lab.simulation.arriving import Chains
 from jaxserve.lab.simulation.simulate import SimRequest
@@ -25,6 +24,7 @@ from jaxserve.lab.workloads.custom import read_custom
 from jaxserve.lab.workloads.datasets import DatasetOptions, check_dataset, iter_shapes
 from jaxserve.lab.workloads.samples import Part, Prompt, Sample, Shape
 from jaxserve.lab.workloads.sessions import SessionOptions
+from jaxserve.values.content import Picture, PlacedPicture
 
 # An odd number near 2**32 over the golden ratio: keys below 2**32 get beginnings that are distinct and far apart.
 _SPREAD = 2_654_435_769

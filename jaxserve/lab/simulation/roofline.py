@@ -14,12 +14,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxserve.chips import Topology, parse_topology
 from jaxserve.errors import CapacityError, ConfigError
 from jaxserve.lab.roofline import Assumptions, MlpShape, ModelShape, Seconds, Work, roofline_seconds
 from jaxserve.lab.simulation.values import StepCost
 from jaxserve.lab.tower_work import TowerWork
 from jaxserve.sched.plan import Bucket, Limits, StepPlan
+from jaxserve.values.chips import Topology, parse_topology
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8": 1}
 RESERVED_BYTES = 2**30  # of a device, for what a step needs

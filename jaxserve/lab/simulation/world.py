@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxserve.chips import CHIPS, Topology, parse_topology
 from jaxserve.config.schema import Config, ParallelConfig
 from jaxserve.errors import ConfigError
 from jaxserve.lab.roofline import Work
@@ -27,6 +26,7 @@ from jaxserve.routing import RouterOptions
 from jaxserve.sched import Limits, SchedulerOptions, SpeculationOptions
 from jaxserve.sched.plan import HostSlots
 from jaxserve.sched.record import LogHeader, StepLog
+from jaxserve.values.chips import CHIPS, Topology, parse_topology
 
 if TYPE_CHECKING:
     from jaxserve.models.decoder_config import DecoderConfig

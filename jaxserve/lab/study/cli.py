@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.console import complain
 from jaxserve.errors import ConfigError
 from jaxserve.lab.study.pictures import draw
 from jaxserve.lab.study.report import show_points, write_tables
@@ -15,6 +14,7 @@ from jaxserve.lab.study.spec import read_study
 from jaxserve.lab.study.summary import differences, summarise
 from jaxserve.lab.workloads.pictures import check_plot
 from jaxserve.lab.workloads.tables import make_console
+from jaxserve.offline.console import complain
 from jaxserve.progress import show_progress
 
 

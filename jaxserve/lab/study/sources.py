@@ -17,12 +17,12 @@ from jaxserve.config import load_config, policy_of
 from jaxserve.config.model_path import resolve_model_path
 from jaxserve.errors import ConfigError
 from jaxserve.lab.study.spec import Point
-from jaxserve.registry import Registry
 from jaxserve.routing import ROUTERS
 from jaxserve.sched import SCHEDULERS, find_scheduler
 from jaxserve.sched.create import split_parameters
 from jaxserve.sched.lengths import LENGTHS
 from jaxserve.sched.tier_policy import TIER_POLICIES
+from jaxserve.values.registry import Registry
 
 PACKAGE = Path(jaxserve.__file__).parent
 # Nothing of these is imported by a run: doors, commands, and what reads the results of runs.

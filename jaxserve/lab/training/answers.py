@@ -16,8 +16,8 @@ from typing import Any
 
 from jaxserve.api import SamplingParams
 from jaxserve.errors import ConfigError, InvalidRequest
-from jaxserve.llm import LLM
 from jaxserve.offline.jsonl import read_entries
+from jaxserve.offline.llm import LLM
 
 _INPUTS = ("messages", "prompt", "prompt_token_ids")
 _AT_ONCE = 256  # prompts that the engine is given together, and lines that are written together

@@ -8,8 +8,8 @@ import typer
 
 from jaxserve.cli.options import ConfigOption, SetOption, with_model
 from jaxserve.config import load_config
-from jaxserve.console import complain, set_up_logging
 from jaxserve.errors import ConfigError
+from jaxserve.offline.console import complain, set_up_logging
 from jaxserve.progress import show_progress
 
 _KINDS = ("eagle3", "medusa")
@@ -56,8 +56,8 @@ def train_draft_command(
         from jaxserve.lab.training.losses import LossOptions
         from jaxserve.lab.training.pipeline import RunOptions, train_draft
         from jaxserve.lab.training.trainer import TrainOptions
-        from jaxserve.llm import LLM
         from jaxserve.models.drafts.config import HeadKind
+        from jaxserve.offline.llm import LLM
 
         options = RunOptions(
             head=HeadOptions(

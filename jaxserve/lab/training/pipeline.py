@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.config import ResolvedConfig
 from jaxserve.errors import ConfigError
+from jaxserve.files.new_directory import new_directory
 from jaxserve.lab.training.answers import (
     Example,
     Question,
@@ -26,11 +27,10 @@ from jaxserve.lab.training.heads import HeadOptions, new_config, new_head
 from jaxserve.lab.training.losses import LossOptions
 from jaxserve.lab.training.target import load_target
 from jaxserve.lab.training.trainer import LOG_NAME, Trainer, TrainOptions
-from jaxserve.llm import LLM
 from jaxserve.models.drafts.saving import save_head
 from jaxserve.models.loading import LoadedModel
 from jaxserve.models.sharding import arrays_of
-from jaxserve.new_directory import new_directory
+from jaxserve.offline.llm import LLM
 from jaxserve.progress import Progress, Quiet
 
 ANSWERS_NAME = "answers.jsonl"

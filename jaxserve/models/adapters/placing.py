@@ -14,7 +14,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxserve.content import Adapter
 from jaxserve.errors import AdapterError
 from jaxserve.kernels.low_rank import LowRank
 from jaxserve.models.adapters.peft import LowRankFiles, read_floats, read_peft
@@ -26,6 +25,7 @@ from jaxserve.models.loading import split_abstract
 from jaxserve.models.partition import Block, Partition
 from jaxserve.models.sharding import arrays_of, axes_of
 from jaxserve.models.weights import Piece, fold_names, plan_weights
+from jaxserve.values.content import Adapter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from jaxserve.api import Pooling
 from jaxserve.errors import CheckpointError
-from jaxserve.gguf_file import GgufArray, GgufFile, ValueType
+from jaxserve.files.gguf_file import GgufArray, GgufFile, ValueType
 from jaxserve.models.gguf.architectures import ARCHITECTURES, MIXTRAL, Architecture
 
 _REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxserve.errors import CheckpointError
-from jaxserve.gguf_file import GgufFile, GgufTensor, read_gguf
+from jaxserve.files.gguf_file import GgufFile, GgufTensor, read_gguf
 from jaxserve.models.checkpoint import Checkpoint
 from jaxserve.models.gguf.architectures import Architecture
 from jaxserve.models.gguf.blocks import BLOCKS, FLOATS, BlockFormat

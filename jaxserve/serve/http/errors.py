@@ -21,10 +21,10 @@ from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from jaxserve.errors import JaxserveError, PromptTooLong, QueueFull, Status, UnknownModel, UserError
-from jaxserve.other_names import Place, answer
 from jaxserve.serve.counts import HTTP_REASONS, reason_of
 from jaxserve.serve.http.other_routes import where_else, with_another_base
 from jaxserve.serve.status import HTTP_CODES, public_message, status_of
+from jaxserve.values.other_names import Place, answer
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.serve.http.formats import ThinkingFormat
-from jaxserve.structured_output import StructuredOutput
 from jaxserve.text.json_schema import compact, enforceable, name_of, named
+from jaxserve.values.structured_output import StructuredOutput
 
 _MOST_CHOICES = 64  # as alternatives of a grammar, thousands would be too many
 

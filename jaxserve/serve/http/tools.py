@@ -32,9 +32,9 @@ from jaxserve.serve.http.requests import (
 )
 from jaxserve.serve.http.responses import as_fields
 from jaxserve.serve.http.sampling import answer_schema, schema_output
-from jaxserve.structured_output import StructuredOutput
 from jaxserve.text import ChatTemplate, Tokenizer
 from jaxserve.text.json_schema import check_formats, compact, enforceable, named
+from jaxserve.values.structured_output import StructuredOutput
 
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -19,7 +19,6 @@ and a line of a registry here, or an entry point of another package in the same 
 import dataclasses
 from typing import TypeVar
 
-from jaxserve.registry import Registry
 from jaxserve.serve.http.formats.bare import BareCalls
 from jaxserve.serve.http.formats.base import (
     AnswerParser,
@@ -33,6 +32,7 @@ from jaxserve.serve.http.formats.base import (
 )
 from jaxserve.serve.http.formats.constrained import ListParser, NamedParser
 from jaxserve.serve.http.formats.thinking import ThinkingParser
+from jaxserve.values.registry import Registry
 
 __all__ = [
     "THINKING_FORMATS",

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeGuard
 
 from jaxserve.api import RequestOptions, SamplingParams
 from jaxserve.config import ResolvedConfig, for_batches
-from jaxserve.console import BatchBar
 from jaxserve.engine import CacheControl, Prompt, Update, encode_pairs, make_pairs, need_reranker, pooling_params
 from jaxserve.errors import InvalidRequest, JaxserveError
 from jaxserve.offline import (
@@ -34,6 +33,7 @@ from jaxserve.offline import (
     stream_updates,
 )
 from jaxserve.offline.arguments import refuses_unknown
+from jaxserve.offline.console import BatchBar
 from jaxserve.offline.front_door import FrontDoor
 from jaxserve.offline.turns import one_call
 
