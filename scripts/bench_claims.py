@@ -76,7 +76,7 @@ def make_engine(runner: Runner, *, prefix_caching: bool = True) -> Engine:
             max_model_len=limits.max_model_len,
             eos_token_ids=(),
         ),
-        interpreter=Interpreter(),
+        observers=[Interpreter()],
     )
 
 

@@ -157,7 +157,7 @@ def run_model(rows: int, num_tokens: int, tokenizer: Tokenizer) -> dict[str, flo
         model=ModelInfo(
             name="125m", vocab_size=MODEL["vocab_size"], max_model_len=limits.max_model_len, eos_token_ids=()
         ),
-        interpreter=Interpreter(),
+        observers=[Interpreter()],
     )
     case = Case(rows=rows, device_ms=0.0, clients="streams", churn=False, steps=num_tokens)
     clients = Clients(engine, case, tokenizer, num_tokens)

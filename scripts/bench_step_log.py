@@ -54,13 +54,13 @@ def main() -> int:
     args = _parse()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.jsonl"
-        bare, logged = _engine(args, None), _engine(args, path)
+        (bare, _), (logged, log) = _engine(args, None), _engine(args, path)
         gc.disable()
         wall_us: dict[bool, list[float]] = {False: [], True: []}
         cpu_us: dict[bool, list[float]] = {False: [], True: []}
         for number in range(2 * args.blocks):
             is_logged = bool((number + number // 2) % 2)  # off on on off off on on …
-            wall, cpu = _block(logged if is_logged else bare)
+            wall, cpu = _block(logged, log) if is_logged else _block(bare, None)
             wall_us[is_logged].append(wall)
             cpu_us[is_logged].append(cpu)
         logged.stop()
@@ -74,25 +74,25 @@ def main() -> int:
     return 0
 
 
-def _block(engine: Engine) -> tuple[float, float]:
+def _block(engine: Engine, log: StepLogWriter | None) -> tuple[float, float]:
     """Microseconds a turn: on the clock, and of all threads' processor time."""
-    if engine._step_log is not None:
-        _settle(engine)
+    if log is not None:
+        _settle(log)
     wall, cpu = time.perf_counter(), time.process_time()
     for _ in range(BLOCK):
         engine.step()
     wall = time.perf_counter() - wall
-    _settle(engine)  # lines that are still to be made are paid here, not by the next block
+    if log is not None:
+        _settle(log)  # lines that are still to be made are paid here, not by the next block
     return 1e6 * wall / BLOCK, 1e6 * (time.process_time() - cpu) / BLOCK
 
 
-def _settle(engine: Engine) -> None:
-    log = engine._step_log
-    while log is not None and not log._queue.empty():
+def _settle(log: StepLogWriter) -> None:
+    while not log._queue.empty():
         time.sleep(0.001)
 
 
-def _engine(args: argparse.Namespace, path: Path | None) -> Engine:
+def _engine(args: argparse.Namespace, path: Path | None) -> tuple[Engine, StepLogWriter | None]:
     total = args.blocks * BLOCK + WARM_UP + 16
     limits = Limits(
         max_rows=args.rows,
@@ -102,6 +102,7 @@ def _engine(args: argparse.Namespace, path: Path | None) -> Engine:
         buckets=(Bucket(args.rows, args.rows, True), Bucket(max(8192, args.rows), args.rows, False)),
     )
     header = LogHeader(limits=limits, model="none", policy="fcfs", vocab_size=32000)
+    log = None if path is None else StepLogWriter(path, header, start_s=time.monotonic())
     engine = Engine(
         runner=_Waiting(limits, args.device_ms / 1e3),
         scheduler=create_scheduler("fcfs", limits),
@@ -109,14 +110,14 @@ def _engine(args: argparse.Namespace, path: Path | None) -> Engine:
         model=ModelInfo(
             name="none", vocab_size=32000, max_model_len=total + 16, eos_token_ids=(), max_pool_tokens=1 << 30
         ),
-        step_log=None if path is None else StepLogWriter(path, header, start_s=time.monotonic()),
+        observers=[] if log is None else [log],
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=total, detokenize=False, ignore_eos=True)
     for i in range(args.rows):
         engine.submit(make_request(f"r{i}", range(i, i + 8), total, sampling=sampling), _ignore)
     for _ in range(WARM_UP):
         engine.step()
-    return engine
+    return engine, log
 
 
 def _ignore(update: Update) -> None: ...

@@ -206,6 +206,6 @@ def make_engine(case: Case, tokenizer: Tokenizer) -> tuple[Engine, ClockDevice, 
         model=ModelInfo(
             name="clock", vocab_size=tokenizer.vocab_size, max_model_len=limits.max_model_len, eos_token_ids=()
         ),
-        interpreter=Interpreter(),
+        observers=[Interpreter()],
     )
     return engine, device, max_tokens

@@ -31,12 +31,13 @@ from jaxserve.assemble.pictures import find_pictures, plan_pictures
 from jaxserve.assemble.step_log import open_step_log
 from jaxserve.config import ResolvedConfig, policy_of
 from jaxserve.config.model_path import model_name, packaged_examples, resolve_model_path
-from jaxserve.config.schema import Config, DegradeConfig
+from jaxserve.config.schema import Config
 from jaxserve.engine import AnyEngine, EmbeddingRules, Engine, EngineGroup, ModelInfo, Reranker
 from jaxserve.engine.adapters import LoadedAdapters
-from jaxserve.engine.degrading import DegradeOptions
+from jaxserve.engine.degrading import DegradeOptions, Degrading
 from jaxserve.engine.interpreter import collector_paused, process_interpreter
 from jaxserve.engine.lookup import LookupOptions
+from jaxserve.engine.observers import StepObserver
 from jaxserve.engine.restarting import RestartOptions
 from jaxserve.engine.step_deadlines import StepDeadlines
 from jaxserve.engine.step_log import check_step_log
@@ -176,7 +177,6 @@ def assemble(
             first.slots, first.slot_form, lambda: devices[0].namespace, config.handoff.frame_bytes
         )
     model = describe_model(config, devices, tokenizer, embedding, reranker, pictures)
-    interpreter = process_interpreter()
     with contextlib.ExitStack() as opened:
         if page_stores is not None:
             opened.callback(page_stores.close)
@@ -206,27 +206,16 @@ def assemble(
                 max_picture_bytes=config.vision.max_waiting_bytes,
                 seed=config.model.seed,
                 later=device.later,
-                step_log=open_step_log(
-                    config,
-                    limits=device.all_limits,
-                    model=model.name,
-                    policy=choice,
-                    vocab_size=device.vocab_size,
-                    replica=number,
-                    device_facts=device.facts,
-                ),
-                interpreter=interpreter,
+                observers=_observers(config, device, number, model.name, choice),
                 lookup=LookupOptions(
                     min_len=config.speculation.ngram_min,
                     max_len=config.speculation.ngram_max,
                     window=config.speculation.window,
                 ),
                 on_close=_closing(store, sender),
-                deadlines=StepDeadlines(config.watchdog.floor_s, config.watchdog.factor),
                 may_be_fenced=config.hosts.coordinator is None,  # elsewhere hosts.stall_s ends what hangs
                 name="the engine" if num_replicas == 1 else f"replica {number} of {num_replicas}",
                 replaces=dead,
-                degrade=_degrade_options(config.degrade),
             )
             if store is not None:
                 store.wake = engine.wake
@@ -283,11 +272,24 @@ def assemble(
     )
 
 
-def _degrade_options(config: DegradeConfig) -> DegradeOptions | None:
-    if config.highest == Rung.NONE.label:
-        return None
-    ladder = LadderOptions(highest=Rung.of(config.highest), up_s=config.up_s, down_s=config.down_s, calm=config.calm)
-    return DegradeOptions(ladder, config.queue_s, config.step_ms / 1000)
+def _observers(config: Config, device: Device, number: int, model: str, choice: SchedulerChoice) -> list[StepObserver]:
+    """Of the engine of one replica, which has the `number`."""
+    watchdog, degrade = config.watchdog, config.degrade
+    found: list[StepObserver] = [process_interpreter(), StepDeadlines(watchdog.floor_s, watchdog.factor)]
+    if degrade.highest != Rung.NONE.label:
+        highest = Rung.of(degrade.highest)
+        ladder = LadderOptions(highest=highest, up_s=degrade.up_s, down_s=degrade.down_s, calm=degrade.calm)
+        found.append(Degrading(DegradeOptions(ladder, degrade.queue_s, degrade.step_ms / 1000)))
+    log = open_step_log(
+        config,
+        limits=device.all_limits,
+        model=model,
+        policy=choice,
+        vocab_size=device.vocab_size,
+        replica=number,
+        device_facts=device.facts,
+    )
+    return found if log is None else [*found, log]
 
 
 def _check_is_ours(choice: SchedulerChoice, given: str, otherwise: str) -> None:

@@ -8,10 +8,8 @@ import logging
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxserve.engine.live import LiveRequests
-from jaxserve.engine.stats import EngineStats
-from jaxserve.engine.waiting import Waiting
-from jaxserve.sched.base import Degrades, Scheduler
+from jaxserve.engine.observers import StepObserver, WatchedLoop
+from jaxserve.sched.base import Degrades
 from jaxserve.sched.ladder import Ladder, LadderOptions, Pressure, Rung
 
 logger = logging.getLogger(__name__)
@@ -32,24 +30,23 @@ class DegradeOptions(NamedTuple):
     step_s: float
 
 
-class Degrading:
+class Degrading(StepObserver):
     """Mutated by the loop alone."""
 
-    def __init__(
-        self, options: DegradeOptions, scheduler: Scheduler, live: LiveRequests, waiting: Waiting, stats: EngineStats
-    ) -> None:
+    _loop: WatchedLoop
+
+    def __init__(self, options: DegradeOptions) -> None:
         self._options = options
         self._ladder = Ladder(options=options.ladder)
-        self._scheduler = scheduler
-        self._live = live
-        self._waiting = waiting
-        self._stats = stats
         self._next_s = 0.0
         self._steps, self._steps_s = 0, 0.0  # at the last look
         self._tiers = _StorePressure()
 
-    def look(self, now_s: float) -> None:
-        """Called in every turn; nearly all return at once."""
+    def watch(self, loop: WatchedLoop) -> None:
+        self._loop = loop
+
+    def begin_turn(self, now_s: float) -> None:
+        """Looks at the pressure, a few times a second."""
         if now_s < self._next_s:
             return
         self._next_s = now_s + _LOOK_S
@@ -62,18 +59,18 @@ class Degrading:
                 "degradation goes from %s to %s: queue %.2f, steps %.2f, tiers %.2f of what is meant to be at most",
                 before.label, rung.label, *pressure,
             )  # fmt: skip
-            self._waiting.sheds = rung >= Rung.REFUSE
-            if isinstance(self._scheduler, Degrades):
-                self._scheduler.degrade(rung)
-        self._stats.note_pressure(rung, pressure)  # last: what figures say is so already
+            self._loop.waiting.sheds = rung >= Rung.REFUSE
+            if isinstance(self._loop.scheduler, Degrades):
+                self._loop.scheduler.degrade(rung)
+        self._loop.stats.note_pressure(rung, pressure)  # last: what figures say is so already
 
     def _measure(self, now_s: float) -> Pressure:
-        steps, steps_s = self._stats.step_sums
+        steps, steps_s = self._loop.stats.step_sums
         num_steps, self._steps = steps - self._steps, steps
         elapsed_s, self._steps_s = steps_s - self._steps_s, steps_s
-        pages = self._scheduler.store_pages if isinstance(self._scheduler, Degrades) else {}
+        pages = self._loop.scheduler.store_pages if isinstance(self._loop.scheduler, Degrades) else {}
         return Pressure(
-            queue=self._live.longest_wait_s(now_s) / self._options.queue_s,
+            queue=self._loop.live.longest_wait_s(now_s) / self._options.queue_s,
             steps=elapsed_s / num_steps / self._options.step_s if num_steps else 0.0,
             tiers=self._tiers.look(now_s, pages),
         )

@@ -12,22 +12,19 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from jaxserve.api import NO_OPTIONS, FinishReason, Request, RequestOptions, SamplingParams
 from jaxserve.engine.commands import Abort, Call, Change, Command, Interrupt, Submit, Wake
-from jaxserve.engine.degrading import DegradeOptions, Degrading
 from jaxserve.engine.inputs import ModelInfo, Prompt, prepare_request
-from jaxserve.engine.interpreter import Interpreter
 from jaxserve.engine.live import LiveRequests
 from jaxserve.engine.load import NOTHING_PENDING, Load, Pending
 from jaxserve.engine.lookup import LookupOptions
+from jaxserve.engine.observers import EndedStep, StepObserver, StepTimes, WatchedLoop, calls
 from jaxserve.engine.outputs import Sink
 from jaxserve.engine.refusals import ASLEEP, reason_of, refusal_of
 from jaxserve.engine.stats import EngineStats
-from jaxserve.engine.step_deadlines import StepDeadlines
-from jaxserve.engine.step_log import StepLogWriter, StepMarks
 from jaxserve.engine.structured import Grammars, RowMasks
 from jaxserve.engine.waiting import Waiting
 from jaxserve.engine.watchdog import Watchdog
@@ -50,7 +47,6 @@ class Launched(NamedTuple):
     begun_s: float
     planned_s: float
     launched_s: float
-    predicted_s: float  # on the device
 
 
 class Committed(NamedTuple):
@@ -103,26 +99,21 @@ class Engine:
         max_picture_bytes: int = 2**30,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
-        step_log: StepLogWriter | None = None,
-        interpreter: Interpreter | None = None,
+        observers: Sequence[StepObserver] = (),
         later: LaterBuckets | None = None,
         on_close: Callable[[], None] | None = None,
         lookup: LookupOptions = LookupOptions(),  # noqa: B008 (frozen)
-        degrade: DegradeOptions | None = None,
-        deadlines: StepDeadlines | None = None,
         may_be_fenced: bool = True,
         name: str = "the engine",
         replaces: "Engine | None" = None,
     ) -> None:
-        """`step_log` gets a record of each step, on `clock`; it is closed when the engine stops or dies.
+        """`observers` watch each step, on `clock`; they are closed when the engine stops or dies.
 
-        `interpreter` decides how Python runs while there is work: when it collects garbage, say; None leaves it alone.
         `later` brings step shapes that `runner` does not have yet; it has been started, or will be. `on_close` is
         called once the loop has ended. `lookup`: how drafts of rows with a grammar are found, where the grammar does
-        not say them. `deadlines`: of its steps; with them `start` brings a watchdog, which gives up an engine that
+        not say them. Where an observer allows steps a time, `start` brings a watchdog, which gives up an engine that
         hangs unless not `may_be_fenced`. `replaces`: an engine of the same model that has died, whose statistics,
         numbers of requests and compiled grammars go on here.
-        `degrade`: when it does without some things under pressure; None: never.
         """
         self.model = model
         self.tokenizer = tokenizer
@@ -140,9 +131,7 @@ class Engine:
         else:
             self._stats, self._grammars, self._numbers = replaces._stats, replaces._grammars, replaces._numbers
         self._replaces = replaces is not None  # until it starts, the statistics are those of the other
-        self._step_log = step_log
-        self._interpreter = interpreter
-        self._working = False  # the interpreter knows that there is work
+        self._working = False  # observers know that there is work
         self._later = later
         self._on_close = on_close
         if replaces is None:
@@ -152,9 +141,6 @@ class Engine:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._woken_by: list[Command] = []  # what ended a sleep, for the next turn
         self._live = LiveRequests(scheduler, self._waiting, self._stats, model.eos_token_ids)
-        self._degrading: Degrading | None = None
-        if degrade is not None:
-            self._degrading = Degrading(degrade, scheduler, self._live, self._waiting, self._stats)
         if replaces is not None:
             self._live.note_weights(replaces._live.version)
         # Orders "accepted" against "no more": nothing enters an inbox that has been emptied for the last time.
@@ -177,8 +163,13 @@ class Engine:
         self.name = name
         self.red = self.lost = False
         self.may_be_fenced = may_be_fenced
-        self._deadlines = deadlines
-        self.allowed_s = math.inf if deadlines is None else deadlines.floor_s
+        self._on_turn, self._on_rest = calls(observers, "begin_turn"), calls(observers, "rest")
+        self._on_begin, self._on_end = calls(observers, "begin_work"), calls(observers, "end_work")
+        self._on_step, self._closing = calls(observers, "note"), calls(observers, "close")
+        self._allowing = calls(observers, "allowed_s")
+        self._allow(None)
+        for watch in calls(observers, "watch"):
+            watch(WatchedLoop(scheduler, self._live, self._waiting, self._stats))
         self._watchdog: Watchdog | None = None
         # Held while clients are told anything. A loop that is `_fenced` tells nobody anything more, so what it computes
         # after its requests have moved is dropped.
@@ -353,7 +344,7 @@ class Engine:
     @property
     def has_deadlines(self) -> bool:
         """A watchdog has something to look at."""
-        return self._deadlines is not None
+        return bool(self._allowing)
 
     @property
     def turn(self) -> int | None:
@@ -384,8 +375,8 @@ class Engine:
         self.waits = False
         self._set_working(True)
         self._take_commands()
-        if self._degrading is not None:
-            self._degrading.look(self._turned_s)
+        for begin_turn in self._on_turn:
+            begin_turn(self._turned_s)
         while self._coming:
             key, first = next(iter(self._coming.items()))
             if isinstance(first, Change):
@@ -408,7 +399,7 @@ class Engine:
             self._masks.foresee(scheduler, self._runner.limits, live.by_id)
             plan = self._masks.put(scheduler.schedule(), live.by_id)
         previous, launched = self._launched, None
-        predicted_s = self._expect(plan)
+        self._allow(plan)
         self._check_fence()
         planned_s = stats.note_plan(plan, live.by_id)
         if plan is not None:
@@ -416,7 +407,7 @@ class Engine:
             self._check_fence()
             limits = self._runner.limits
             launched_s = stats.add_time("dispatch")
-            launched = Launched(plan, limits, handle, begun_s, planned_s, launched_s, predicted_s)
+            launched = Launched(plan, limits, handle, begun_s, planned_s, launched_s)
         with self._telling:
             self._check_fence()
             self._launched = launched
@@ -433,7 +424,6 @@ class Engine:
                 live.note_result(previous.plan, result)
                 live.take(events)
                 self._committed = Committed(previous, result, len(events), asked_s, stats.add_time("commit"))
-                self._note_time(previous)
                 if launched is None:
                     live.deliver()
                     self._end_delivery()
@@ -475,26 +465,10 @@ class Engine:
         if self._fenced:
             raise _Fenced
 
-    def _expect(self, plan: StepPlan | None) -> float:
-        """Sets the deadline of this turn, in which a step is launched and the one before is waited for: of the longer.
-
-        Returns the predicted time of the new step.
-        """
-        if self._deadlines is None:
-            return 0.0
-        predicted_s = 0.0 if plan is None else self._deadlines.predict_s(plan)
-        running_s = 0.0 if self._launched is None else self._launched.predicted_s
-        self.allowed_s = self._deadlines.allowed_s(max(running_s, predicted_s))
-        return predicted_s
-
-    def _note_time(self, step: Launched) -> None:
-        """The device had the step since it was planned, or since the step before was done."""
-        if self._deadlines is None:
-            return
-        begun_s = step.planned_s
-        if self._stats.previous_s > begun_s:  # not for NaN
-            begun_s = self._stats.previous_s
-        self._deadlines.note(step.plan, self._stats.now_s - begun_s)
+    def _allow(self, plan: StepPlan | None) -> None:
+        """Sets the deadline of this turn, in which a step is launched and the one before is waited for."""
+        running = None if self._launched is None else self._launched.plan
+        self.allowed_s = min((allowed_s(plan, running) for allowed_s in self._allowing), default=math.inf)
 
     def pause(self, most_s: float = math.inf) -> None:
         """Sleeps if all work `waits`, until somebody wants something, a time or `most_s` seconds have passed.
@@ -521,7 +495,7 @@ class Engine:
             raise
 
     def start(self) -> None:
-        """Gives the loop a thread of its own, and with `deadlines` a watchdog."""
+        """Gives the loop a thread of its own, and a watchdog if its steps have deadlines."""
         self.start_loop()
         if self.has_deadlines:
             self._watchdog = Watchdog(lambda: (self,), clock=self._clock)
@@ -721,18 +695,21 @@ class Engine:
         """All sinks have their updates: wakes those who wait for them, and counts the step that they came from."""
         stats, begun_s = self._stats, self._stats.mark_s
         self._live.flush()
-        if self._launched is not None and self._interpreter is not None:
-            self._interpreter.rest()
+        if self._launched is not None:
+            for rest in self._on_rest:
+                rest()
         done, self._committed = self._committed, None
         if done is None:
             return
         step = done.step
         commit_s = done.committed_s - stats.now_s + stats.note_commit(step.plan, done.num_events) - begun_s
-        if self._step_log is not None:
-            times = StepMarks(
+        if self._on_step:
+            times = StepTimes(
                 step.begun_s, step.planned_s, step.launched_s, done.asked_s, stats.now_s, stats.previous_s, commit_s
             )
-            self._step_log.add(step.plan, done.result, times, limits=step.limits)
+            ended = EndedStep(step.plan, step.limits, done.result, times)
+            for note in self._on_step:
+                note(ended)
 
     def _set_working(self, working: bool) -> None:
         if self._working == working:
@@ -740,15 +717,15 @@ class Engine:
         self._working = working
         if self._later is not None:
             self._later.note_work(working)
-        if self._interpreter is not None:
-            self._interpreter.begin() if working else self._interpreter.end()
+        for tell in self._on_begin if working else self._on_end:
+            tell()
 
     def close(self) -> None:
         """Ends what works beside the loop, which has ended or was fenced. May be called again."""
         if self._later is not None:
             self._later.close()
-        if self._step_log is not None:
-            self._step_log.close()
+        for close in self._closing:
+            close()
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()

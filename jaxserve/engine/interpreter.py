@@ -21,14 +21,16 @@ import threading
 import time
 from collections.abc import Callable, Generator
 
+from jaxserve.engine.observers import StepObserver
+
 _OLDEST = 2
 _OLDEST_EVERY_S = 30.0  # it holds what has come since the loop began to work: milliseconds, rarely worth them
 _OWN_FROZEN = 1000  # CPython 3.12 begins with some 400 frozen objects of its own; a program freezes tens of thousands
 _SWITCH_S = 0.001  # 0.2 ms keeps the device no busier, and costs a switch for each
 
 
-class Interpreter:
-    """One for all loops of a process; `begin` and `end` come in pairs. Any thread.
+class Interpreter(StepObserver):
+    """One for all loops of a process; `begin_work` and `end_work` come in pairs. Any thread.
 
     Attributes:
       num_collections, total_s, longest_s: of those that `rest` has made.
@@ -44,7 +46,7 @@ class Interpreter:
         self._switch_s: float | None = None  # as it was before
         self._oldest_s = clock()
 
-    def begin(self) -> None:
+    def begin_work(self) -> None:
         """A loop has work."""
         with self._lock:
             self._num_busy += 1
@@ -61,7 +63,7 @@ class Interpreter:
                 if self._froze:
                     gc.freeze()
 
-    def end(self) -> None:
+    def end_work(self) -> None:
         """A loop has nothing more to do."""
         with self._lock:
             self._num_busy -= 1

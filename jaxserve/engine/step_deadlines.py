@@ -6,24 +6,22 @@ its size, and the deadline is many times the prediction: a step that takes longe
 
 import math
 
+from jaxserve.engine.observers import EndedStep, StepObserver
 from jaxserve.sched.plan import StepPlan
 
 _DECAY = 0.05  # of the way that an estimate goes down to a faster step; up it goes at once
 
 
-class StepDeadlines:
+class StepDeadlines(StepObserver):
     """Estimates of steps by size, and the deadlines that follow from them. Mutated by the loop's thread.
 
     A size is a power of two of the tokens that a step computes, as shapes are, with its rounds, which follow one
     another on the device. Contexts grow by a token a step, so the estimates follow them.
-
-    Attributes:
-      floor_s: no deadline is earlier, in seconds.
     """
 
     def __init__(self, floor_s: float, factor: float) -> None:
-        """`factor`: the deadline in predicted times of a step."""
-        self.floor_s = floor_s
+        """`floor_s`: no deadline is earlier, in seconds. `factor`: the deadline in predicted times of a step."""
+        self._floor_s = floor_s
         self._factor = factor
         self._seconds: dict[tuple[int, int], float] = {}
 
@@ -35,15 +33,20 @@ class StepDeadlines:
         found = self._seconds.get(key := _size(plan))
         return self._extrapolate_s(*key) if found is None else found
 
-    def note(self, plan: StepPlan, seconds: float) -> None:
+    def note(self, step: EndedStep) -> None:
+        """The device had the step since it was planned, or since the step before was done."""
+        self.learn(step.plan, step.times.since(step.times.planned_s))
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long on the device."""
         key = _size(plan)
         before = self._seconds.get(key, 0.0)
         self._seconds[key] = seconds if seconds >= before else before + (seconds - before) * _DECAY
 
-    def allowed_s(self, predicted_s: float) -> float:
-        """The deadline of steps that together are expected to take `predicted_s`."""
-        return max(self.floor_s, self._factor * predicted_s)
+    def allowed_s(self, planned: StepPlan | None, running: StepPlan | None) -> float:
+        """The deadline of the longer of two steps; see `StepObserver.allowed_s`."""
+        longest_s = max((self.predict_s(plan) for plan in (planned, running) if plan is not None), default=0.0)
+        return max(self._floor_s, self._factor * longest_s)
 
     def _extrapolate_s(self, size: int, rounds: int) -> float:
         smaller = [key for key in self._seconds if key[0] <= size]

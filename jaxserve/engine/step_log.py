@@ -17,8 +17,9 @@ import threading
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from jaxserve.engine.observers import EndedStep, StepObserver, StepTimes
 from jaxserve.errors import ConfigError
-from jaxserve.sched.plan import Drafted, Limits, StepPlan, StepResult
+from jaxserve.sched.plan import Drafted, Limits, StepPlan
 from jaxserve.sched.record import LogEnd, LogHeader, StepRecord
 
 logger = logging.getLogger(__name__)
@@ -28,37 +29,18 @@ PATIENCE_S = 1.0  # one halt of this length is worse than none, and better than 
 CLOSE_S = 10.0
 
 
-class StepMarks(NamedTuple):
-    """When each part of one step began and ended, in seconds on the engine's clock.
-
-    Attributes:
-      begun_s, planned_s, launched_s: planning began, it ended, `dispatch` returned.
-      asked_s, ready_s: the loop began to wait for the result, and had it.
-      previous_s: when it had the result of the step before; NaN for the first.
-      commit_s: time to take its tokens in and to hand them out; the launch of a step between the two is left out.
-    """
-
-    begun_s: float
-    planned_s: float
-    launched_s: float
-    asked_s: float
-    ready_s: float
-    previous_s: float
-    commit_s: float
-
-
 class _Step(NamedTuple):
     plan: StepPlan
     limits: Limits
     token_ids: list[int]
-    times: StepMarks
+    times: StepTimes
     missing: int
     counts: list[int] | None
     drafts: list[list[Drafted]] | None
 
 
-class StepLogWriter:
-    """One file. `add` belongs to the loop's thread, `close` to any; the end of the program closes it, too.
+class StepLogWriter(StepObserver):
+    """One file. `note` belongs to the loop's thread, `close` to any; the end of the program closes it, too.
 
     Attributes:
       path: the file. One that exists is never written over: then it is NAME.2, NAME.3, … before the ending.
@@ -78,7 +60,6 @@ class StepLogWriter:
         self.path, self._file = _open_new(asked)
         if self.path != asked:
             logger.warning("runtime.step_log: %s exists, so the steps of this run are in %s", asked, self.path)
-        self._limits: Limits = header.limits
         self._start_s = start_s
         self._patience_s = patience_s
         self._queue: queue.Queue[_Step | None] = queue.Queue(capacity)
@@ -95,28 +76,18 @@ class StepLogWriter:
         atexit.register(self.close)
         logger.info("steps are written to %s; it holds the prompts", self.path)
 
-    def add(
-        self,
-        plan: StepPlan,
-        result: StepResult,
-        times: StepMarks,
-        *,
-        limits: Limits | None = None,
-    ) -> None:
-        """Takes a step that was committed.
-
-        Waits for a slow disk; for one that stands still, once. `limits`: those of the device when it was launched;
-        None: those of the header, which has all buckets.
-        """
+    def note(self, step: EndedStep) -> None:
+        """Takes a step that has ended. Waits for a slow disk; for one that stands still, once."""
         if self._closed:
             return
         # Not the result itself: its log-probabilities may be large, and the log has none.
-        step = _Step(plan, limits or self._limits, result.token_ids, times, self._missing, result.counts, result.drafts)
+        plan, limits, result, times = step
+        line = _Step(plan, limits, result.token_ids, times, self._missing, result.counts, result.drafts)
         try:
             if self._may_wait:
-                self._queue.put(step, timeout=self._patience_s)
+                self._queue.put(line, timeout=self._patience_s)
             else:
-                self._queue.put_nowait(step)
+                self._queue.put_nowait(line)
         except queue.Full:
             if self._may_wait:
                 logger.warning("%s cannot be written fast enough; steps are missing from it", self.path)
@@ -169,9 +140,6 @@ class StepLogWriter:
         plan, times, counts, drafts = step.plan, step.times, step.counts, step.drafts
         bucket = step.limits.bucket_of(plan)
         assert bucket is not None, f"step {plan.step_id} was run in no bucket"
-        begun_on_device_s = times.launched_s
-        if times.previous_s > begun_on_device_s:  # not for NaN
-            begun_on_device_s = times.previous_s
         return StepRecord(
             plan=plan,
             bucket=bucket,
@@ -181,7 +149,7 @@ class StepLogWriter:
             start_s=times.begun_s - self._start_s,
             schedule_ms=1e3 * (times.planned_s - times.begun_s),
             pack_ms=1e3 * (times.launched_s - times.planned_s),
-            device_ms=1e3 * (times.ready_s - begun_on_device_s),
+            device_ms=1e3 * times.since(times.launched_s),
             wait_ms=1e3 * (times.ready_s - times.asked_s),
             commit_ms=1e3 * times.commit_s,
             missing=step.missing,

@@ -77,6 +77,7 @@ class Group:
         self.schedulers: list[Scheduler] = []
         self._options: dict[str, Any] = {"max_waiting": max_waiting, "clock": clock}
         self._deadline_s = deadline_s
+        self.deadlines: list[StepDeadlines] = []
         self.engines = [self.make_engine(number) for number in range(count)]
         router = create_router(policy, RouterOptions(slack=2))
         self.group = EngineGroup(self.engines, router, retries=retries, rebuild=rebuild, restarts=restarts, clock=clock)
@@ -88,13 +89,15 @@ class Group:
         scheduler = create_scheduler("fcfs", runner.limits)
         self.runners[number : number + 1] = [runner]
         self.schedulers[number : number + 1] = [scheduler]
+        observers = [] if self._deadline_s is None else [StepDeadlines(self._deadline_s, 1.0)]
+        self.deadlines[number : number + 1] = observers
         return Engine(
             runner=runner,
             scheduler=scheduler,
             tokenizer=ByteTokenizer(),
             model=ModelInfo(name="fake", vocab_size=259, max_model_len=64, eos_token_ids=(257,)),
             seed=5,
-            deadlines=None if self._deadline_s is None else StepDeadlines(self._deadline_s, 1.0),
+            observers=observers,
             name=f"replica {number}",
             replaces=dead,
             **self._options,

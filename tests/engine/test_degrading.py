@@ -4,7 +4,7 @@ import pytest
 
 from jaxserve.api import Known, RequestOptions, Resume, SamplingParams
 from jaxserve.engine import Engine, ModelInfo, Update
-from jaxserve.engine.degrading import DegradeOptions, _StorePressure
+from jaxserve.engine.degrading import DegradeOptions, Degrading, _StorePressure
 from jaxserve.errors import QueueFull
 from jaxserve.sched import create_scheduler
 from jaxserve.sched.ladder import LadderOptions, Pressure, Rung
@@ -18,6 +18,7 @@ class Parts:
 
     def __init__(self, highest: Rung) -> None:
         limits = make_limits(max_rows=1)
+        ladder = LadderOptions(highest=highest, up_s=0.0, down_s=0.0)
         self.clock = ManualClock(100.0)
         self.engine = Engine(
             runner=FakeRunner(limits),
@@ -25,7 +26,7 @@ class Parts:
             tokenizer=None,
             model=ModelInfo(name="fake", vocab_size=256, max_model_len=64, eos_token_ids=()),
             clock=self.clock,
-            degrade=DegradeOptions(LadderOptions(highest=highest, up_s=0.0, down_s=0.0), queue_s=2.0, step_s=0.5),
+            observers=[Degrading(DegradeOptions(ladder, queue_s=2.0, step_s=0.5))],
         )
 
     def submit(self, **options) -> list[Update]:

@@ -35,7 +35,7 @@ def engine_with(interpreter: Interpreter, **options) -> Engine:
         scheduler=create_scheduler("fcfs", runner.limits),
         tokenizer=None,
         model=ModelInfo(name="fake", vocab_size=256, max_model_len=64, eos_token_ids=()),
-        interpreter=interpreter,
+        observers=[interpreter],
     )
 
 
@@ -69,14 +69,14 @@ def test_on_again_after_a_failure() -> None:
 
 def test_loops_share_it() -> None:
     interpreter = Interpreter()
-    interpreter.begin()
-    interpreter.begin()
-    interpreter.end()
+    interpreter.begin_work()
+    interpreter.begin_work()
+    interpreter.end_work()
     assert not gc.isenabled()
-    interpreter.end()
+    interpreter.end_work()
     assert gc.isenabled()
     with pytest.raises(AssertionError, match="more loops"):
-        interpreter.end()
+        interpreter.end_work()
 
 
 def test_a_rest_collects_what_is_due_by_pythons_own_thresholds() -> None:
@@ -84,7 +84,7 @@ def test_a_rest_collects_what_is_due_by_pythons_own_thresholds() -> None:
     before = gc.get_threshold()
     try:
         gc.set_threshold(500, 3, 3)
-        interpreter.begin()
+        interpreter.begin_work()
         interpreter.rest()
         kept = [[] for _ in range(100)]
         interpreter.rest()
@@ -99,7 +99,7 @@ def test_a_rest_collects_what_is_due_by_pythons_own_thresholds() -> None:
         assert not any(isinstance(one, Cycle) for one in gc.get_objects())
         assert interpreter.total_s >= interpreter.longest_s > 0
     finally:
-        interpreter.end()
+        interpreter.end_work()
         gc.set_threshold(*before)
 
 
@@ -107,20 +107,20 @@ def test_who_turned_it_off_or_froze_objects_decides() -> None:
     interpreter = Interpreter()
     gc.disable()
     try:
-        interpreter.begin()
+        interpreter.begin_work()
         assert gc.get_freeze_count() == 0
         cycles = [Cycle() for _ in range(5000)]
         interpreter.rest()
         assert interpreter.num_collections == 0
         del cycles
-        interpreter.end()
+        interpreter.end_work()
         assert not gc.isenabled()
     finally:
         gc.enable()
     gc.freeze()
     try:
-        interpreter.begin()
-        interpreter.end()
+        interpreter.begin_work()
+        interpreter.end_work()
         assert gc.get_freeze_count() > 0, "they are not ours to thaw"
     finally:
         gc.unfreeze()
@@ -128,16 +128,16 @@ def test_who_turned_it_off_or_froze_objects_decides() -> None:
 
 def test_threads_switch_sooner_while_there_is_work() -> None:
     interpreter, before_s = Interpreter(), sys.getswitchinterval()
-    interpreter.begin()
+    interpreter.begin_work()
     assert sys.getswitchinterval() < before_s
-    interpreter.end()
+    interpreter.end_work()
     assert sys.getswitchinterval() == before_s
     sys.setswitchinterval(1e-4)
     try:
         chosen_s = sys.getswitchinterval()
-        interpreter.begin()
+        interpreter.begin_work()
         assert sys.getswitchinterval() == chosen_s, "who wants it sooner still has decided"
-        interpreter.end()
+        interpreter.end_work()
         assert sys.getswitchinterval() == chosen_s
     finally:
         sys.setswitchinterval(before_s)

@@ -62,7 +62,7 @@ def _run(runner: Growing, log: Path | None = None, scheduler=None) -> tuple[Engi
         scheduler=scheduler or create_scheduler("fcfs", runner.limits),
         tokenizer=ByteTokenizer(),
         model=ModelInfo(name="fake", vocab_size=259, max_model_len=64, eos_token_ids=(257,)),
-        step_log=None if log is None else StepLogWriter(log, header, start_s=0.0),
+        observers=[] if log is None else [StepLogWriter(log, header, start_s=0.0)],
         later=runner,
     )
     tokens: list[int] = []

@@ -16,7 +16,8 @@ from fake_parts import Fakes
 from jaxserve import LLM
 from jaxserve.api import SamplingParams
 from jaxserve.engine import Engine, ModelInfo
-from jaxserve.engine.step_log import StepLogWriter, StepMarks, check_step_log, replica_path
+from jaxserve.engine.observers import EndedStep, StepTimes
+from jaxserve.engine.step_log import StepLogWriter, check_step_log, replica_path
 from jaxserve.errors import ConfigError
 from jaxserve.sched import InFlight, StepPlan, StepResult, create_scheduler
 from jaxserve.sched.record import LogHeader, StepLog, read_header, read_records
@@ -25,7 +26,7 @@ from jaxserve.testing import ByteTokenizer, FakeRunner, ManualClock, make_limits
 WAIT_S = 120.0  # for anything that must happen: far more than a busy machine takes
 LIMITS = make_limits()
 HEADER = LogHeader(limits=LIMITS, model="fake", policy="fcfs", vocab_size=259)
-PATIENT = StepMarks(1.0, 1.0, 1.0, 1.0, 1.0, math.nan, 1.0)
+PATIENT = StepTimes(1.0, 1.0, 1.0, 1.0, 1.0, math.nan, 1.0)
 ROOT = Path(__file__).parents[2]
 
 
@@ -41,19 +42,24 @@ def _plan(step_id: int) -> StepPlan:
     return StepPlan(step_id=step_id, decode_rows=(0, 1), decode_positions=(step_id, 4))
 
 
+def _ended(plan: StepPlan) -> EndedStep:
+    return EndedStep(plan, LIMITS, StepResult(token_ids=[7, 8]), PATIENT)
+
+
 def _writer(path: Path, *, capacity: int = 8, patience_s: float = 0.05) -> StepLogWriter:
     return StepLogWriter(path, HEADER, start_s=0.0, capacity=capacity, patience_s=patience_s)
 
 
-def _engine(runner, path: Path, clock: ManualClock | None = None, scheduler=None) -> Engine:
+def _engine(runner, log: Path | StepLogWriter, clock: ManualClock | None = None, scheduler=None) -> Engine:
     clock = clock or ManualClock(100.0)
+    writer = log if isinstance(log, StepLogWriter) else StepLogWriter(log, HEADER, start_s=clock())
     return Engine(
         runner=runner,
         scheduler=scheduler or create_scheduler("fcfs", runner.limits, clock=clock),
         tokenizer=ByteTokenizer(),
         model=ModelInfo(name="fake", vocab_size=259, max_model_len=64, eos_token_ids=(257,)),
         clock=clock,
-        step_log=StepLogWriter(path, HEADER, start_s=clock()),
+        observers=[writer],
     )
 
 
@@ -230,10 +236,10 @@ def test_a_disk_that_stands_still_costs_one_wait_and_counted_steps(
 ) -> None:
     writer = _writer(tmp_path / "log", capacity=2)
     disk = _block(writer)
-    writer.add(_plan(0), StepResult(token_ids=[7, 8]), PATIENT)
+    writer.note(_ended(_plan(0)))
     assert disk.entered.wait(WAIT_S)
     for step_id in (1, 2, 3, 4, 5):  # two wait in the queue
-        writer.add(_plan(step_id), StepResult(token_ids=[7, 8]), PATIENT)
+        writer.note(_ended(_plan(step_id)))
     assert len(said.messages) == 1 and "steps are missing" in said.messages[0]
     disk.released.set()
     writer._queue.put(None)  # everything before it is written
@@ -250,15 +256,15 @@ def test_a_disk_that_stands_still_costs_one_wait_and_counted_steps(
 def test_a_gap_is_in_the_record_after_it(tmp_path: Path) -> None:
     writer = _writer(tmp_path / "log", capacity=1)
     disk = _block(writer)
-    writer.add(_plan(0), StepResult(token_ids=[7, 8]), PATIENT)
+    writer.note(_ended(_plan(0)))
     assert disk.entered.wait(WAIT_S)
     for step_id in (1, 2, 3):
-        writer.add(_plan(step_id), StepResult(token_ids=[7, 8]), PATIENT)
+        writer.note(_ended(_plan(step_id)))
     disk.released.set()
     while not writer._queue.empty():  # the writing thread empties it
         pass
-    writer.add(_plan(4), StepResult(token_ids=[7, 8]), PATIENT)
-    writer.add(_plan(5), StepResult(token_ids=[7, 8]), PATIENT)
+    writer.note(_ended(_plan(4)))
+    writer.note(_ended(_plan(5)))
     writer.close()
     assert [(r.plan.step_id, r.missing) for r in read_records(tmp_path / "log")] == [(0, 0), (1, 0), (4, 2), (5, 0)]
 
@@ -266,20 +272,19 @@ def test_a_gap_is_in_the_record_after_it(tmp_path: Path) -> None:
 def test_a_slow_disk_makes_the_loop_wait(tmp_path: Path) -> None:
     writer = _writer(tmp_path / "log", capacity=1, patience_s=WAIT_S)
     disk = _block(writer)
-    writer.add(_plan(0), StepResult(token_ids=[7, 8]), PATIENT)
+    writer.note(_ended(_plan(0)))
     assert disk.entered.wait(WAIT_S)
     threading.Timer(0.05, disk.released.set).start()
     for step_id in range(1, 50):
-        writer.add(_plan(step_id), StepResult(token_ids=[7, 8]), PATIENT)
+        writer.note(_ended(_plan(step_id)))
     writer.close()
     assert [r.plan.step_id for r in read_records(tmp_path / "log")] == list(range(50))
 
 
 def test_a_full_disk_ends_the_log_and_not_the_engine(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     runner = FakeRunner(LIMITS, vocab_size=259)
-    engine = _engine(runner, tmp_path / "log")
-    assert engine._step_log is not None
-    _block(engine._step_log, OSError(28, "No space left on device")).released.set()
+    engine = _engine(runner, writer := StepLogWriter(tmp_path / "log", HEADER, start_s=100.0))
+    _block(writer, OSError(28, "No space left on device")).released.set()
     updates = []
     engine.submit(engine.prepare("abc", SamplingParams(max_tokens=9, ignore_eos=True)), updates.append)
     engine.run_until_idle()
@@ -291,10 +296,8 @@ def test_a_full_disk_ends_the_log_and_not_the_engine(tmp_path: Path, said: pytes
 
 def test_a_defect_of_the_log_does_not_end_the_engine(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
     writer = _writer(tmp_path / "log")
-    writer.add(
-        StepPlan(step_id=0, decode_rows=tuple(range(99)), decode_positions=(1,) * 99), StepResult(token_ids=[]), PATIENT
-    )
-    writer.add(_plan(1), StepResult(token_ids=[7, 8]), PATIENT)
+    writer.note(_ended(StepPlan(step_id=0, decode_rows=tuple(range(99)), decode_positions=(1,) * 99)))
+    writer.note(_ended(_plan(1)))
     writer.close()
     assert "step 0 was run in no bucket" in said.messages[0]
     assert "0 steps, and 2 are missing" in said.messages[-1]

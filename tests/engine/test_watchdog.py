@@ -76,31 +76,30 @@ def _step(num_tokens: int, rounds: int = 1) -> StepPlan:
 def test_the_deadline_is_a_multiple_of_the_predicted_time() -> None:
     deadlines = StepDeadlines(floor_s=20.0, factor=10.0)
     assert deadlines.predict_s(_step(64)) == 0.0, "nothing was measured"
-    assert deadlines.allowed_s(0.0) == 20.0
-    deadlines.note(_step(64), 3.0)
+    assert deadlines.allowed_s(None, None) == deadlines.allowed_s(_step(64), None) == 20.0
+    deadlines.learn(_step(64), 3.0)
     assert deadlines.predict_s(_step(33)) == 3.0, "as large as its shape"
-    assert deadlines.allowed_s(3.0) == 30.0
+    assert deadlines.allowed_s(_step(64), None) == deadlines.allowed_s(None, _step(64)) == 30.0
     assert deadlines.predict_s(_step(256)) == 12.0, "four times as many tokens"
     assert deadlines.predict_s(_step(64, rounds=4)) == 12.0, "as many rounds after one another"
     assert deadlines.predict_s(_step(8)) == 3.0, "a smaller step takes no longer"
-    deadlines.note(_step(256), 5.0)
+    deadlines.learn(_step(256), 5.0)
     assert deadlines.predict_s(_step(256)) == 5.0
 
 
 def test_an_estimate_rises_at_once_and_falls_slowly() -> None:
     deadlines = StepDeadlines(floor_s=1.0, factor=2.0)
     for seconds in (1.0, 9.0, 1.0):
-        deadlines.note(_step(8), seconds)
+        deadlines.learn(_step(8), seconds)
     assert 8.0 < deadlines.predict_s(_step(8)) < 9.0
     for _ in range(200):
-        deadlines.note(_step(8), 1.0)
+        deadlines.learn(_step(8), 1.0)
     assert deadlines.predict_s(_step(8)) < 1.1
 
 
 def test_a_slow_step_has_its_own_deadline() -> None:
     parts = Watched()
-    parts.engines[0]._deadlines = deadlines = StepDeadlines(DEADLINE_S, 10.0)
-    deadlines.note(_step(4), 3.0)  # the size of the prompt
+    parts.deadlines[0].learn(_step(4), 30.0)  # the size of the prompt
     parts.hang(0)
     assert parts.engines[0].allowed_s == 30.0
     parts.let_pass(29)

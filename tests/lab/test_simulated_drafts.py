@@ -90,9 +90,11 @@ def write_log(path: Path, rates: tuple[float, ...], *, timed: bool = True, adapt
         tokenizer=None,
         model=ModelInfo(name="fake", vocab_size=256, max_model_len=200, eos_token_ids=(999,)),
         clock=clock,
-        step_log=StepLogWriter(
-            path, LogHeader(limits=header_limits, model="fake", policy="fcfs", vocab_size=256), start_s=0.0
-        ),
+        observers=[
+            StepLogWriter(
+                path, LogHeader(limits=header_limits, model="fake", policy="fcfs", vocab_size=256), start_s=0.0
+            )
+        ],
     )
     for request in requests():
         engine.submit(request, lambda update: None)
@@ -163,7 +165,7 @@ def test_a_log_without_wide_steps_has_none_in_its_world(tmp_path: Path) -> None:
         tokenizer=None,
         model=ModelInfo(name="fake", vocab_size=256, max_model_len=200, eos_token_ids=(999,)),
         clock=clock,
-        step_log=StepLogWriter(tmp_path / "log", header, start_s=0.0),
+        observers=[StepLogWriter(tmp_path / "log", header, start_s=0.0)],
     )
     for request in requests():
         engine.submit(request, lambda update: None)

@@ -38,7 +38,7 @@ def write_log(path: Path, seed: int, shapes: tuple[tuple[int, int], ...] = ()) -
         tokenizer=ByteTokenizer(),
         model=ModelInfo(name="fake", vocab_size=VOCAB, max_model_len=48, eos_token_ids=(257,)),
         clock=clock,
-        step_log=StepLogWriter(path, header, start_s=clock()),
+        observers=[StepLogWriter(path, header, start_s=clock())],
     )
     ids = []
     for number in range(30):

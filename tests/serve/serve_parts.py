@@ -16,7 +16,8 @@ from jaxserve.client import Client, Retries
 from jaxserve.config.schema import GrpcConfig, HttpConfig, ServeConfig, TenantsConfig
 from jaxserve.engine import Engine, ModelInfo, PictureReader, Reranker
 from jaxserve.engine.adapters import LoadedAdapters
-from jaxserve.engine.degrading import DegradeOptions
+from jaxserve.engine.degrading import DegradeOptions, Degrading
+from jaxserve.engine.observers import StepObserver
 from jaxserve.engine.step_deadlines import StepDeadlines
 from jaxserve.kv.store import StoreUnavailable
 from jaxserve.sched import ContinuousScheduler, InFlight, Limits, StepPlan, StepResult, create_scheduler
@@ -175,6 +176,11 @@ class Parts:
         scheduler = create_scheduler(policy, limits, store=store)
         assert isinstance(scheduler, ContinuousScheduler)
         self.scheduler = scheduler
+        observers: list[StepObserver] = []
+        if degrade is not None:
+            observers.append(Degrading(degrade))
+        if deadline_s is not None:
+            observers.append(StepDeadlines(deadline_s, 1.0))
         self.engine = Engine(
             runner=self.runner,
             scheduler=scheduler,
@@ -193,8 +199,7 @@ class Parts:
             max_waiting_tokens=max_waiting_tokens,
             max_picture_bytes=max_picture_bytes,
             clock=clock,
-            degrade=degrade,
-            deadlines=None if deadline_s is None else StepDeadlines(deadline_s, 1.0),
+            observers=observers,
         )
 
 
