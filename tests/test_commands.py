@@ -1,10 +1,12 @@
 """Mistakes in options of commands: each is one line and exit code 2, before anything is asked, started or written."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jaxserve.cli import main
+from jaxserve.cli import COMMANDS, load_command, main
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,34 @@ def test_a_mistake_is_one_line(arguments: list[str], words: str, capsys: pytest.
     out, err = capsys.readouterr()
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert not out and words in line
+
+
+def _commands(path: list[str], command: Any) -> Iterator[tuple[list[str], Any]]:
+    """With those of commands."""
+    yield path, command
+    for name, one in getattr(command, "commands", {}).items():
+        yield from _commands([*path, name], one)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_long_name_behind_one_dash(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its letters would be options: `-model demo` is `-m odel` and a prompt."""
+    for path, command in _commands([name], load_command(name)):
+        names = [one for param in command.params for one in (*param.opts, *param.secondary_opts) if one[:2] == "--"]
+        for option in [*names, "--help"]:
+            for typed in (option[1:], f"{option[1:]}=x", option[1:].replace("-", "_").replace("_", "-", 1)):
+                assert main([*path, typed, "demo"]) == 2
+                said = f"error: No such option: {typed.partition('=')[0]}; did you mean {option}? (see jaxserve"
+                assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_value_may_be_such_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--prompt", "-seed"], ["-m", "-seed"], ["-vm", "-seed"], ["--", "-seed"]):
+        assert main(["run", *arguments, "--set", "nothing=1"]) == 2
+        assert "did you mean --seed" not in capsys.readouterr().err
+    for arguments in (["run", "-v", "-seed"], ["run", "-mx", "-seed"], ["run", "--prompt=x", "-seed"], ["-version"]):
+        assert main(arguments) == 2
+        assert "; did you mean --" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from serve_parts import serve_bytes, served
 
 from jaxserve.cli import main
 from jaxserve.config import load_config
+from jaxserve.config.addresses import LISTENABLE, listening_host
 from jaxserve.config.model_path import model_name, resolve_model_path
 from jaxserve.config.schema import HttpConfig, RuntimeConfig
 from jaxserve.errors import CheckpointError
@@ -130,6 +132,8 @@ def test_it_ends_as_every_server_and_has_logged_what_it_refused(started: Started
     [
         ("0.0.0.0:80", HttpConfig(), True, ["http://127.0.0.1:80/v1/chat/completions", "'model \"x'"]),
         ("[::]:80", HttpConfig(tls_cert="c"), False, ["https://[::1]:80/v1/completions", "prompt"]),
+        ("[0::0]:80", HttpConfig(), True, ["http://[::1]:80/v1/chat/completions"]),
+        ("[fe80::1%eth0]:80", HttpConfig(), True, ["http://[fe80::1%25eth0]:80/v1/chat/completions"]),
         ("a:1", HttpConfig(api_keys_file="k"), True, ["authorization: Bearer KEY"]),
         ("a:1", HttpConfig(tls_cert="c", tls_client_ca="a"), True, ["--cert CERTIFICATE --key KEY"]),
     ],
@@ -157,6 +161,39 @@ def test_a_mistake_is_one_line(arguments: list[str], words: str, capsys: pytest.
     out, err = capsys.readouterr()
     [line] = [line for line in err.splitlines() if line.startswith("error: ")]
     assert not out and words in line
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", " ", "127.0.0.1 ", "a b", "a\0b", "localhost:80", "127.0.0.1:80", "[::1]:80", "[127.0.0.1]", "[::1", ":::",
+     "http://localhost", "*", "-", "a..b", ".", "a" * 64, "ä.example", "0", "127.1", "0x7f.1", "256.1.1.1"],
+)  # fmt: skip
+def test_a_host_that_is_none_is_refused(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty one above all: for sockets it means every address, and an unset variable leaves it."""
+    assert main(["serve", "demo", "--host", host]) == 2
+    out, err = capsys.readouterr()
+    wanted = f"error: --host: serve.host is {host!r:.80}, but must be {LISTENABLE}"
+    assert not out and " ".join(wanted.split()) in err
+
+
+@pytest.mark.parametrize("host", ["localhost", "a_b.example.", "10.0.0.1", "0.0.0.0", "::", "::1", "fe80::1%eth0"])
+def test_a_host_is_a_name_or_an_address(host: str) -> None:
+    assert listening_host(host) == host
+    if ":" in host:
+        assert listening_host(f"[{host}]") == host
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "0.0.0.0", "::", "[::]", "0::0", "::1", "[::1]"])
+def test_what_is_printed_of_a_door_can_be_opened(host: str) -> None:
+    if ":" in host:
+        try:
+            socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    config = HttpConfig(port=0)
+    with served(serve_bytes(), host=host, http_config=config) as parts:
+        *_, page = how_to_call(parts.http_url.removeprefix("http://"), "m", config, chats=True)
+        assert b"<html" in _get(page.rpartition(" ")[2])
 
 
 def test_run_takes_a_model_as_serve_and_chat_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 from jaxserve import __version__
-from jaxserve.cli.options import HELP_OPTIONS, run_app
+from jaxserve.cli.options import HELP_OPTIONS, Group, run_app
 from jaxserve.cli.options import Command as TypedCommand
 from jaxserve.errors import ConfigError
 
@@ -92,7 +92,7 @@ COMMANDS = {
 }
 
 
-class LazyGroup(typer.core.TyperGroup):
+class LazyGroup(Group):
     """Lists commands from the table in this module, and loads the one that runs."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:

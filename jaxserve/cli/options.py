@@ -40,7 +40,48 @@ class Command(typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_TYPED] = tuple(args)
+        _refuse_one_dash(ctx, args)
         return super().parse_args(ctx, args)
+
+
+class Group(typer.core.TyperGroup):
+    """A command of commands, whose own options are checked as theirs are."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _refuse_one_dash(ctx, args)
+        return super().parse_args(ctx, args)
+
+
+def _refuse_one_dash(context: Any, words: Sequence[str]) -> None:
+    """Ends with an error at the long name of an option behind one dash: letters may stand for an option each, so that
+    `-model demo` would be read as the model `odel`."""
+    of_command = [one for one in context.command.get_params(context) if one.param_type_name == "option"]
+    options = {name: one for one in of_command for name in (*one.opts, *one.secondary_opts)}
+    rest = iter(words)
+    for word in rest:
+        name = word.partition("=")[0]
+        if word == "--" or (not word.startswith("-") and not context.allow_interspersed_args):
+            return
+        long = f"-{name.replace('_', '-')}"
+        if name.startswith("-") and name not in options and long in options:
+            context.fail(f"No such option: {name}; did you mean {long}?")
+        if word.startswith("-") and _wants_next(word, options):
+            next(rest, None)  # which may begin with a dash
+
+
+def _wants_next(word: str, options: Mapping[str, Any]) -> bool:
+    """Whether the next word is the value of an option of this one: of a name, or of the last of several letters."""
+
+    def has_value(option: Any) -> bool:
+        return not (option.is_flag or option.count)
+
+    if word in options or word.startswith("--"):
+        return word in options and has_value(options[word])
+    for place, letter in enumerate(word[1:], 2):
+        option = options.get(f"-{letter}")
+        if option is None or has_value(option):
+            return option is not None and place == len(word)
+    return False
 
 
 def typed_flag(context: Any, parameter: str) -> str:
@@ -149,9 +190,7 @@ def _message(error: typer.TyperException) -> str:
     parameters = [one.name for one in getattr(getattr(context, "command", None), "params", ())]
     parsed, option, found = option, _whole_option(context, option), None
     name = option.lstrip("-").replace("-", "_")
-    if not option.startswith("--") and name in parameters:
-        found = f"did you mean --{name.replace('_', '-')}?"
-    elif "set_" in parameters:
+    if "set_" in parameters:
         names = (name, name.removeprefix("no_")) if option.startswith("--") else (option, name)
         found = next((said for one in names if (said := answer(one, Place.FLAG, parameters)) is not None), None)
     if found is None:

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import pydantic
 import yaml
 
+from jaxserve.config.addresses import LISTENABLE, listening_host
 from jaxserve.config.environment import ENVIRONMENT, claimed_variables, hint_of, variable_of
 from jaxserve.config.model_path import PACKAGED
 from jaxserve.config.schema import Config, Section
@@ -484,6 +485,8 @@ def _describe_type(annotation: Any, metadata: Sequence[Any]) -> str:
         return "a mapping of names to JSON values"
     if origin is list:
         return f"a list, each item {_describe_type(arguments[0], ())}"
+    if any(getattr(m, "func", None) is listening_host for m in metadata):
+        return LISTENABLE
     bounds = [f"{text} {getattr(m, b):g}" for m in metadata for b, text in _BOUND_TEXTS.items() if b in _slots(m)]
     text = _TYPE_TEXTS[annotation]
     return " and ".join([f"{text} of {bounds[0]}", *bounds[1:]]) if bounds else text

@@ -4,9 +4,14 @@ Files, overrides and the environment are read in `config`. Values that follow fr
 fields: they are computed where they are needed.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import pydantic
+
+from jaxserve.config.addresses import listening_host
+
+# A host to listen on, without the brackets that an IPv6 address has in a URL.
+Host = Annotated[str, pydantic.AfterValidator(listening_host)]
 
 
 class Section(pydantic.BaseModel):
@@ -723,7 +728,7 @@ class TenantsConfig(Section):
 class ServeConfig(Section):
     """Settings of gRPC and HTTP together."""
 
-    host: str = pydantic.Field(default="127.0.0.1", description="Address to listen on.")
+    host: Host = pydantic.Field(default="127.0.0.1", description="Address to listen on.")
     encode_threads: int = pydantic.Field(
         default=2,
         ge=1,
@@ -960,7 +965,7 @@ class HandoffConfig(Section):
         description="File of the secret by which servers know the pages and tickets of each other, the same for all. "
         "Null: there are no handoffs.",
     )
-    host: str = pydantic.Field(
+    host: Host = pydantic.Field(
         default="127.0.0.1",
         description="Address on which other servers fetch pages; any but a loopback one needs all of tls_*.",
     )
@@ -1015,7 +1020,7 @@ class EventsConfig(Section):
         le=65535,
         description="Port of the first replica; the next has the next. null: no events.",
     )
-    host: str = pydantic.Field(
+    host: Host = pydantic.Field(
         default="127.0.0.1", description="Address to listen on. Anyone who connects reads all events."
     )
     topic: str = pydantic.Field(
@@ -1032,7 +1037,7 @@ class EventsConfig(Section):
 class KVServerConfig(Section):
     """`jaxserve kv-server`: a machine that keeps pages of keys and values for servers."""
 
-    host: str = pydantic.Field(
+    host: Host = pydantic.Field(
         default="127.0.0.1", description="Address to listen on; any but a loopback one needs all of tls_*."
     )
     port: int = pydantic.Field(default=0, ge=0, le=65535, description="0 takes a free port.")

@@ -16,6 +16,7 @@ from ray import serve
 
 from jaxserve.assemble import assemble
 from jaxserve.config import ResolvedConfig
+from jaxserve.config.addresses import is_everywhere
 from jaxserve.config.schema import HandoffConfig
 from jaxserve.engine import AsyncEngine
 from jaxserve.errors import Draining, EngineStopped, Status
@@ -32,7 +33,6 @@ from jaxserve.telemetry import observe_requests
 logger = logging.getLogger(__name__)
 
 _FETCH_S = 0.02  # between two looks whether all leases have ended
-_ALL_ADDRESSES = ("0.0.0.0", "::")
 
 
 class EngineReplica:
@@ -151,7 +151,7 @@ class EngineReplica:
 
 def _at_this_node(config: HandoffConfig) -> HandoffConfig:
     """With the address of this node for "all addresses": one config is for all nodes, and tickets name an address."""
-    if config.host not in _ALL_ADDRESSES:
+    if not is_everywhere(config.host):
         return config
     return config.model_copy(update={"host": ray.util.get_node_ip_address()})
 

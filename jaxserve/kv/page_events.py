@@ -29,6 +29,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jaxserve.config.addresses import address_of
 from jaxserve.config.schema import Config, EventsConfig
 from jaxserve.errors import ConfigError, how_to_install
 from jaxserve.sched.entry import PageEntry
@@ -78,7 +79,7 @@ def check_page_events(config: Config) -> None:
 
 
 def _cannot_bind(host: str, port: int, error: Exception) -> ConfigError:
-    return ConfigError(f"cannot send events on {host}:{port}: {error}; set events.host or events.port")
+    return ConfigError(f"cannot send events on {address_of(host, port)}: {error}; set events.host or events.port")
 
 
 def open_page_events(config: Config) -> "list[PageEvents]":

@@ -3,16 +3,14 @@
 import json
 import shlex
 
+from jaxserve.config.addresses import reached_at
 from jaxserve.config.schema import HttpConfig
-
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def how_to_call(address: str, model: str, config: HttpConfig, *, chats: bool) -> list[str]:
     """Lines about an HTTP door that has opened at `address` (HOST:PORT). `chats`: the model takes messages."""
-    host, _, port = address.rpartition(":")
     scheme = "http" if config.tls_cert is None else "https"
-    root = f"{scheme}://{_EVERYWHERE.get(host, host)}:{port}"
+    root = f"{scheme}://{reached_at(address)}"
     asked = {"messages": [{"role": "user", "content": "Hello"}]} if chats else {"prompt": "Once upon a time"}
     route = "/v1/chat/completions" if chats else "/v1/completions"
     headers = ["content-type: application/json"]

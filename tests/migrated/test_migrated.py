@@ -82,6 +82,11 @@ def test_embeddings() -> None:
     assert same == 1 and len(others) == 2 and all(-1 <= other < 1 for other in others)
 
 
+def test_scores() -> None:
+    found = {(words := line.rsplit(" ", 1))[0]: float(words[1]) for line in printed("vllm_score").splitlines()}
+    assert list(found) == ["Cows eat grass.", "Snow is white."] and all(0 <= score <= 1 for score in found.values())
+
+
 def test_drafts() -> None:
     assert printed("vllm_ngram").strip()
 
@@ -103,5 +108,5 @@ def test_the_page_counts_lines(name: str) -> None:
 
 
 def test_all_are_there() -> None:
-    assert len(NAMES) == 10
-    assert len(re.findall(r"^\| `\w+` \| \d", PAGE.read_text(), re.MULTILINE)) == 10
+    assert len(NAMES) == 11
+    assert len(re.findall(r"^\| `\w+` \| \d", PAGE.read_text(), re.MULTILINE)) == 11

@@ -173,10 +173,26 @@ LAYOUT = """() => {
 }"""
 
 
+# Which of these fields is hidden when it has the focus, or hides Send; and whether Send can be scrolled out of sight.
+COVERED = """(fields) => {
+    const isHidden = (e) => {
+        const box = e.getBoundingClientRect(), x = (box.left + box.right) / 2;
+        return [box.top + 3, box.bottom - 3].some((y) => document.elementFromPoint(x, y) !== e);
+    };
+    const send = document.getElementById("send"), chat = document.querySelector(".chat");
+    const covered = fields.filter((e) => { e.focus(); return isHidden(e) || isHidden(send); }).map((e) => e.id);
+    for (const top of [0, chat.scrollHeight]) {
+        chat.scrollTop = top;
+        if (isHidden(send)) covered.push(`send, chat scrolled to ${top}`);
+    }
+    return covered;
+}"""
+
+
 @pytest.mark.parametrize(("width", "height"), [(320, 640), (360, 740), (390, 844), (844, 390), (768, 1024)])
 def test_parts_have_their_place_on_a_phone(browser: Browser, width: int, height: int) -> None:
-    """One column: nothing scrolls within the page but messages, no hole is under the field, nothing lies over another,
-    and a line can be begun."""
+    """One column: nothing scrolls within the page but messages and open settings, no hole is under the field, nothing
+    lies over another, Send is in sight while any setting is typed, and a line can be begun."""
     screen: ViewportSize = {"width": width, "height": height}
     with watched() as parts:
         page = browser.new_context(viewport=screen, has_touch=True, is_mobile=True).new_page()
@@ -191,6 +207,9 @@ def test_parts_have_their_place_on_a_phone(browser: Browser, width: int, height:
         page.get_by_text("Settings").click()
         page.locator("#messages").evaluate("(list) => { list.scrollTop = 0; }")
         assert page.evaluate(LAYOUT) == []
+        page.locator("#prompt").fill("a line\n" * 30)
+        assert page.locator(".fields").locator("input, select, textarea").evaluate_all(COVERED) == []
+        page.locator("#prompt").fill("")
         page.get_by_text("Settings").click()
         gaps = page.evaluate(
             """() => { const box = (name) => document.querySelector(name).getBoundingClientRect();

@@ -13,7 +13,7 @@ import rich.console
 import rich.progress
 import typer
 
-from jaxserve.cli.options import ConfigOption, SetOption
+from jaxserve.cli.options import Command, ConfigOption, Group, SetOption
 from jaxserve.config import load_config
 from jaxserve.errors import ConfigError
 from jaxserve.lab.bench.plot import plot_serve
@@ -58,12 +58,12 @@ from jaxserve.serve.keys import read_keys
 
 ALL_FAILED = 3
 
-app = typer.Typer(add_completion=False, help="Measure an endpoint, or a model in this process.")
+app = typer.Typer(cls=Group, add_completion=False, help="Measure an endpoint, or a model in this process.")
 
 VocabOption = Annotated[int | None, typer.Option("--vocab-size", min=1, help="Send token ids below this.")]
 
 
-@app.command("serve")
+@app.command("serve", cls=Command)
 def serve_command(
     url: Annotated[str, typer.Option(help="http://HOST:PORT of an OpenAI server, or HOST:PORT for grpc.")],
     backend: Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")] = "openai",
@@ -169,7 +169,7 @@ def _serve(options: ServeOptions, json_: Path | None, plot: Path | None, save_re
     return 0 if any(run.metrics.completed for run in report.runs) else ALL_FAILED
 
 
-@app.command("throughput")
+@app.command("throughput", cls=Command)
 def throughput_command(
     config: ConfigOption = None,
     set_: SetOption = None,
@@ -209,7 +209,7 @@ def throughput_command(
     return _finish(bench_throughput(_load(config, set_), options, vocab_size), json_)
 
 
-@app.command("latency")
+@app.command("latency", cls=Command)
 def latency_command(
     config: ConfigOption = None,
     set_: SetOption = None,
@@ -237,7 +237,7 @@ def latency_command(
     return _finish(bench_latency(_load(config, set_), options, vocab_size), json_)
 
 
-@app.command("startup")
+@app.command("startup", cls=Command)
 def startup_command(
     config: ConfigOption = None,
     set_: SetOption = None,

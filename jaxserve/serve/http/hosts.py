@@ -5,13 +5,12 @@ page, which may read every answer. Such a request still says the page's name. An
 addresses always pass, and with them most clients and all probes of orchestrators.
 """
 
-import ipaddress
 import socket
 from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxserve.config.addresses import is_loopback
+from jaxserve.config.addresses import is_address, is_loopback
 from jaxserve.config.schema import HttpConfig
 from jaxserve.serve.http.errors import HttpRefusal, error_response
 from jaxserve.serve.http.keys import PROBES
@@ -55,7 +54,7 @@ class KnownHosts:
         await self._app(scope, receive, send)
 
     def _knows(self, name: str) -> bool:
-        return not name or name in self._names or name.endswith(self._ends) or _is_address(name)
+        return not name or name in self._names or name.endswith(self._ends) or is_address(name)
 
 
 def host_name(header: str) -> str:
@@ -64,11 +63,3 @@ def host_name(header: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].removesuffix(".")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

@@ -1,46 +1,76 @@
-"""The curl commands of the documentation work as they stand, against a server on another port."""
+"""The curl commands of the documentation work as they stand, against servers on other ports.
 
+A server has the settings with which the first line of a block starts it, and no others.
+"""
+
+import contextlib
+import functools
 import json
 import re
+import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from http_parts import ToolTokenizer, http_served
-from serve_parts import WAIT_S, Served
+from http_parts import NO_GRPC, ToolTokenizer
+from serve_parts import WAIT_S, Served, served
 
+from jaxserve.assemble.answers import find_reranker
+from jaxserve.config import load_config
+from jaxserve.config.model_path import resolve_model_path
 from jaxserve.config.schema import GrpcConfig, HttpConfig, SchedConfig, ServeConfig, VisionConfig
-from jaxserve.engine import Reranker
 from jaxserve.serve.http.messages_bodies import MessagesRequest
 from jaxserve.serve.http.requests import ChatRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from jaxserve.serve.http.responses_api_bodies import ResponsesRequest
+from jaxserve.text import load_tokenizer
 
 ROOT = Path(__file__).parents[3]
 
 
-def commands() -> list[str]:
+PLAIN = "jaxserve serve demo --port 8000"
+
+
+def commands() -> list[tuple[str, str]]:
+    """Each with what starts its server."""
     found = []
     for name in ("docs/http.md", "README.md"):
         for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE):
-            found += [part.strip() for part in re.split(r"^(?=curl )", block, flags=re.MULTILINE) if part.strip()]
-    return [command for command in found if command.startswith("curl ")]
+            first, *rest = re.split(r"^(?=curl )", block, flags=re.MULTILINE)
+            server = re.sub(r"\\\n# *", "", first).strip().removeprefix("# ") or PLAIN
+            found += [(server, part.strip()) for part in rest]
+    return found
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    judges = Reranker(template="{query} {document}", instruction="", yes_id=ord("y"), no_id=ord("n"))
-    tokens = tmp_path_factory.mktemp("secrets") / "operators"
-    tokens.write_text("the-token")
-    parts = Served(tokenizer=ToolTokenizer(), vocab_size=259, reranker=judges)
-    with http_served(parts, admin_tokens_file=str(tokens)):
-        yield parts
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Served]]:
+    """Starts a server by its command, in a folder of its own and with a fake model; each command once."""
+    folder = tmp_path_factory.mktemp("folder")
+
+    @functools.cache
+    def started(command: str) -> Served:
+        before, plain, options = command.rpartition(PLAIN)
+        assert plain
+        subprocess.run(["bash", "-c", f"{before} true"], cwd=folder, check=True)
+        settings = [word for word in shlex.split(options) if word != "--set"]
+        with contextlib.chdir(folder):
+            config = load_config(None, ["model.path=demo", "serve.http.port=0", *settings]).config
+        find_reranker(config, load_tokenizer(resolve_model_path("demo")))  # as a start of the demo model does
+        tokenizer = ToolTokenizer()
+        parts = Served(tokenizer=tokenizer, vocab_size=259, reranker=find_reranker(config, tokenizer))
+        doors = {"http_config": config.serve.http, "admin_tokens_file": config.serve.admin_tokens_file}
+        return running.enter_context(served(parts, grpc_config=NO_GRPC, **doors))
+
+    with contextlib.ExitStack() as running:
+        yield started
 
 
-@pytest.mark.parametrize("command", commands())
-def test_curl(server: Served, command: str) -> None:
+@pytest.mark.parametrize(("server", "command"), commands())
+def test_curl(start: Callable[[str], Served], server: str, command: str) -> None:
     assert "http://127.0.0.1:8000/" in command
-    command = command.replace("http://127.0.0.1:8000", server.http_url).replace('"model": "demo"', '"model": "fake"')
+    command = command.replace("http://127.0.0.1:8000", start(server).http_url).replace(
+        '"model": "demo"', '"model": "fake"'
+    )
     done = subprocess.run(
         ["bash", "-c", f"{command} --silent --show-error --fail-with-body"],
         capture_output=True,
@@ -58,7 +88,7 @@ def test_curl(server: Served, command: str) -> None:
 
 
 def test_there_are_commands_for_the_main_routes() -> None:
-    text = "\n".join(commands())
+    text = "\n".join(command for _, command in commands())
     for route in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/tokenize", "/health"):
         assert route in text
     assert "/v1/rerank" in text and "/v1/score" in text
