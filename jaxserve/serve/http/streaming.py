@@ -16,7 +16,7 @@ from jaxserve.serve.http.errors import REASON, http_reason
 from jaxserve.serve.http.pieces import json_pieces, send_parts, write_parts
 from jaxserve.serve.http.requests import StreamOptions
 from jaxserve.serve.http.responses import CachedTokens, CompletionTokensDetails, Usage
-from jaxserve.serve.http.turns import Turns
+from jaxserve.serve.turns import Turns
 
 DONE = "data: [DONE]\n\n"
 

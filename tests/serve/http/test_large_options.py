@@ -12,7 +12,7 @@ from serve_parts import Served
 from jaxserve.engine import Reranker
 from jaxserve.serve.http import completions, responses_api, sampling
 from jaxserve.serve.http.pieces import PART_BYTES
-from jaxserve.serve.http.turns import Turns
+from jaxserve.serve.turns import Turns
 from jaxserve.testing import ByteTokenizer
 
 MANY = 4000
