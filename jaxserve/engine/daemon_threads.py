@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class DaemonThreads:
-    """Started as they are needed, and kept. Any thread may submit.
+    """Started as they are needed, each before it is, and kept. Any thread may submit.
 
     A thread that is free works for the owner that has fewest threads, then for the one that has waited longest. Once
     nobody has the object any more, its threads end as after `close`.
@@ -70,7 +70,7 @@ class _Shared:
         self._idle = threading.Condition(lock)
         self._calls: FairQueue[str, _Call[Any]] = FairQueue(count, spare)
         self._num_threads = 0
-        self._num_idle = 0
+        self._num_free = 0  # of these, those that do nothing, or are about to begin
         self._closed = False
 
     def add(self, call: _Call[Any]) -> None:
@@ -78,11 +78,10 @@ class _Shared:
             if self._closed:
                 raise RuntimeError(f"the threads of {self._name} were closed")
             self._calls.wait(call.owner, call)
-            if len(self._calls) > self._num_idle and self._num_threads < self._most:
-                thread = threading.Thread(target=self._run, name=f"{self._name}-{self._num_threads}", daemon=True)
-                thread.start()
-                self._num_threads += 1
+            is_first = not self._num_threads
             self._changed.notify()
+        if is_first:
+            self._start_another()
 
     def forget(self, call: "Future[Any]") -> None:
         """A call that has ended does not wait, should it have been cancelled."""
@@ -105,12 +104,28 @@ class _Shared:
         with self._idle:
             self._idle.wait_for(lambda: not self._calls and not self._calls.num_held, timeout_s)
 
+    def _start_another(self) -> None:
+        """Starts a thread, unless one is free or there are as many as there may be.
+
+        The start of a thread waits until that has the interpreter, which takes tens of milliseconds where much is to
+        do. So whoever submits waits for the first alone: each that begins to work sees to it that another is free.
+        """
+        with self._changed:
+            if self._num_free or self._num_threads == self._most or (self._closed and not self._calls):
+                return
+            name = f"{self._name}-{self._num_threads}"
+            self._num_threads += 1
+            self._num_free += 1
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
     def _run(self) -> None:
         while (call := self._next()) is not None:
+            self._start_another()
             owner = call.owner
             _do(call)
             del call  # its result is not kept until there is other work
             with self._changed:
+                self._num_free += 1
                 self._calls.leave(owner)
                 if self._calls:
                     self._changed.notify()
@@ -122,11 +137,11 @@ class _Shared:
         with self._changed:
             while (given := self._calls.next()) is None:
                 if self._closed and not self._calls:
+                    self._num_free -= 1
                     self._changed.notify_all()  # the others end likewise
                     return None
-                self._num_idle += 1
                 self._changed.wait()
-                self._num_idle -= 1
+            self._num_free -= 1
             return given[1]
 
 

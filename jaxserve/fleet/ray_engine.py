@@ -28,6 +28,7 @@ from jaxserve.serve.handoff import HandoffSetup
 from jaxserve.serve.handoff_service import HandoffService
 from jaxserve.serve.limits import call_limits, make_tenants
 from jaxserve.serve.status import public_message, status_of
+from jaxserve.serve.turns import Turns
 from jaxserve.telemetry import observe_requests
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class EngineReplica:
             tenants=make_tenants(doors.tenants),
         )
         self._ending.callback(self._async_engine.close)
+        self._turns = Turns()
         self._refuse_special_text = resolved.config.serve.grpc.refuse_special_text
         self._service = InferenceService(self._async_engine, refuse_special_text=self._refuse_special_text)
         self._handoff: HandoffService | None = None
@@ -84,10 +86,11 @@ class EngineReplica:
                 pb.GenerateRequest.FromString(message),
                 refuse_special_text=self._refuse_special_text,
                 receive=None if self._handoff is None else self._handoff.receive,
+                turns=self._turns,
             )
             async with contextlib.aclosing(replies):
                 async for reply in replies:
-                    yield reply.SerializeToString()
+                    yield reply
         except Exception as error:
             yield _refusal(error)
 

@@ -108,7 +108,7 @@ class TypedErrors(grpc.aio.ServerInterceptor):
             if handler.response_streaming
             else grpc.stream_unary_rpc_method_handler
         )
-        return wrap(call, request_deserializer=None, response_serializer=handler.response_serializer)
+        return wrap(call, request_deserializer=None, response_serializer=_sent(handler.response_serializer))
 
     async def _read(self, context: grpc.aio.ServicerContext) -> bytes | None:
         """The message of the call; None where the client has sent none, one that is too long, or has left."""
@@ -192,6 +192,11 @@ def _streaming(handler: Any, method: str) -> Any:
     return grpc.stream_stream_rpc_method_handler(
         call, request_deserializer=None, response_serializer=handler.response_serializer
     )
+
+
+def _sent(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """Large answers have been serialised in pieces, and come as they are sent."""
+    return lambda answer: answer if isinstance(answer, bytes) else serialize(answer)
 
 
 def _parse(parse: Callable[[bytes], Any], raw: bytes) -> Any:

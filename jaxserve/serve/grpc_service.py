@@ -30,6 +30,7 @@ from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.owners import PROCESS, Owner, Owners
 from jaxserve.serve.replies import Chunks, Replies
+from jaxserve.serve.turns import Turns
 from jaxserve.text import Tokenizer, check_special_text, encode_chat
 
 MAX_REQUEST_ID_CHARS = 256
@@ -66,6 +67,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         self._owners = owners
         self._receive = receive
         self._refuse_special_text = refuse_special_text
+        self._turns = Turns()
         self._num_live = 0
         self._early: dict[str, _Early] = {}  # by `Owner.own`: those with an id that the engine does not know yet
 
@@ -99,6 +101,7 @@ class InferenceService(pb_grpc.InferenceServicer):
                 refuse_special_text=self._refuse_special_text,
                 receive=self._receive,
                 owner=owner,
+                turns=self._turns,
             )
             async with contextlib.aclosing(replies):
                 async for reply in replies:
@@ -175,19 +178,21 @@ async def generate_replies(
     refuse_special_text: bool = False,
     receive: Receive | None = None,
     owner: Owner = PROCESS,
-) -> AsyncGenerator[pb.GenerateResponse, None]:
-    """The messages that answer one request, for every door that speaks them.
+    turns: Turns,
+) -> AsyncGenerator[bytes, None]:
+    """The messages that answer one request, each a `GenerateResponse` as it is sent, for every door that speaks them.
 
     `remaining_s` until the deadline of the call, None without one. `is_aborted` is called once, just before the
     request is submitted: from then on aborts go to the engine. Close it, rather than drop it, to end the request at
     once. `refuse_special_text`: as in `GrpcConfig`. `receive` hears of every request, and gets the pages of one
-    with a ticket; None refuses such requests. `owner`: whose request it is. Raises the typed errors of
-    `AsyncEngine.stream`, and InvalidRequest or a similar error for a message that cannot be taken.
+    with a ticket; None refuses such requests. `owner`: whose request it is. `turns`: of what is made in pieces on
+    this event loop. Raises the typed errors of `AsyncEngine.stream`, and InvalidRequest or a similar error for a
+    message that cannot be taken.
     """
     if message.ticket and receive is None:
         raise UnsupportedOption("the request has a ticket, and this server takes no pages of others; leave it out")
     prepared = await prepare_message(async_engine, message, remaining_s, traceparent, refuse_special_text, owner=owner)
-    replies, chunks = Replies(prepared, message.echo), Chunks(message.chunk_tokens)
+    replies, chunks = Replies(prepared, message.echo, turns), Chunks(message.chunk_tokens)
     async with contextlib.AsyncExitStack() as stack:
         holds = bool(message.ticket)
         if receive is not None:

@@ -1,18 +1,20 @@
 """From updates of the engine to the messages of one `Generate` call: their order, and the tokens of each.
 
-No message waits for further tokens once it is ready.
+No message waits for further tokens once it is ready. Messages are made as they are sent: long lists in slices, each in
+a turn of its own, since to serialise megabytes at once would hold up every other stream.
 """
 
-import asyncio
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
-from jaxserve.api import Request, shown_id
+from jaxserve.api import Request, TokenLogprobs, shown_id
 from jaxserve.engine import Update
 from jaxserve.serve.convert import FINISH_REASONS, logprobs_to_proto, prompt_info_to_proto
 from jaxserve.serve.gen import inference_pb2 as pb
+from jaxserve.serve.turns import Turns
 
-# Prompt log-probabilities turned into messages at a time, about 1 ms of work. All those of a prompt of 100,000 tokens
-# would hold up every other stream for half a second.
+# Log-probabilities that are written at a time, about 1 ms of work. All those of a prompt of 100,000 tokens would hold
+# every other stream up for half a second.
 _SLICE = 256
 
 
@@ -61,7 +63,9 @@ def _join(updates: Sequence[Update]) -> Update:
 class Replies:
     """Builds the messages of one call, in order. Used by its handler alone."""
 
-    def __init__(self, request: Request, echo: bool) -> None:
+    def __init__(self, request: Request, echo: bool, turns: Turns) -> None:
+        """`turns`: of what is made in pieces on this event loop."""
+        self._turns = turns
         self._request = request
         self._echo = echo
         self._first = True
@@ -71,8 +75,8 @@ class Replies:
         self._num_generated_tokens = sum(len(one.token_ids) for one in known)
         self._num_accepted_tokens = self._num_drafted_tokens = 0
 
-    async def build(self, update: Update) -> pb.GenerateResponse:
-        """The next message. Lets other calls go on meanwhile when it is a large one."""
+    async def build(self, update: Update) -> bytes:
+        """The next message, a `GenerateResponse` as it is sent. Lets other calls go on meanwhile when it is large."""
         num_tokens, num_chars = self._offsets[update.index]
         self._offsets[update.index] = (num_tokens + len(update.token_ids), num_chars + len(update.text))
         reply = pb.GenerateResponse(
@@ -84,16 +88,12 @@ class Replies:
             text_offset=num_chars,
         )
         self._num_generated_tokens += len(update.token_ids)
-        if update.logprobs is not None:
-            reply.logprobs.extend(logprobs_to_proto(update.logprobs))
+        of_prompt: Sequence[TokenLogprobs] = ()
         if self._first:
             self._first = False
             self._num_cached_tokens = update.prompt.num_cached_tokens if update.prompt is not None else 0
             reply.prompt.CopyFrom(prompt_info_to_proto(self._request.prompt_token_ids, update.prompt, self._echo))
-            entries = (update.prompt.logprobs if update.prompt is not None else None) or ()
-            for start in range(0, len(entries), _SLICE):
-                reply.prompt.prompt_logprobs.extend(logprobs_to_proto(entries[start : start + _SLICE]))
-                await asyncio.sleep(0)
+            of_prompt = (update.prompt.logprobs if update.prompt is not None else None) or ()
         if update.finish_reason is not None:
             reply.finish_reason = FINISH_REASONS[update.finish_reason]
         if isinstance(update.stop_reason, str):
@@ -109,4 +109,21 @@ class Replies:
             reply.usage.num_prompt_tokens = len(self._request.prompt_token_ids)
             reply.usage.num_cached_tokens = self._num_cached_tokens
             reply.usage.num_generated_tokens = self._num_generated_tokens
-        return reply
+        parts = [reply.SerializeToString()]
+        for part in itertools.chain(
+            _in_slices(of_prompt, lambda some: pb.GenerateResponse(prompt=pb.PromptInfo(prompt_logprobs=some))),
+            _in_slices(update.logprobs or (), lambda some: pb.GenerateResponse(logprobs=some)),
+        ):
+            if len(parts) > 1:
+                await self._turns.next()
+            parts.append(part)
+        return b"".join(parts)
+
+
+def _in_slices(
+    entries: Sequence[TokenLogprobs], message: Callable[[Sequence[pb.TokenLogprobs]], pb.GenerateResponse]
+) -> Iterator[bytes]:
+    """Messages that have only some of the entries each. Behind one another they are one message, which has all: the
+    wire format has fields in any order, and adds up lists that come in parts."""
+    for start in range(0, len(entries), _SLICE):
+        yield message(logprobs_to_proto(entries[start : start + _SLICE])).SerializeToString()

@@ -193,3 +193,23 @@ def test_a_spare_place_is_for_owners_that_hold_none() -> None:
     assert queue.next() is None and queue.waiting() == ["a3", "b2"]
     queue.leave("b")
     assert queue.next() == ("b", "b2") and len(queue) == 1
+
+
+def test_who_submits_waits_for_the_start_of_the_first_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    started_by: list[str] = []
+    start = threading.Thread.start
+
+    def noted(self: threading.Thread) -> None:
+        started_by.append(threading.current_thread().name)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    threads = DaemonThreads("test", 2, spare=1)
+    works = Works(threads)
+    works.submit(A, 3)
+    works.wait_for(A, A)
+    works.submit(B)
+    works.wait_for(A, A, B)
+    threads.close(cancel=True)
+    works.end_all()
+    assert started_by == [threading.current_thread().name, "test-0", "test-1"]

@@ -24,6 +24,7 @@ from jaxserve.serve import grpc_service
 from jaxserve.serve.convert import MAX_ABORT_IDS
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.replies import Replies
+from jaxserve.serve.turns import Turns
 from jaxserve.testing import ManualClock
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=5)
@@ -171,12 +172,12 @@ def test_the_time_of_a_request_counts_while_it_waits_to_be_encoded(monkeypatch: 
             thread.join(WAIT_S)
 
 
-async def test_log_probabilities_of_a_long_prompt_let_others_go_on() -> None:
+async def test_a_large_answer_is_serialised_in_turns() -> None:
     entries = tuple(TokenLogprobs(k, -1.0, 1, tuple(range(20)), (-0.5,) * 20) for k in range(3000))
     request = Request(
         request_id="r", prompt_token_ids=tuple(range(3001)), sampling=SamplingParams(), max_tokens=1, seed=0
     )
-    update = Update("r", 0, (1,), "x", prompt=PromptInfo(0, entries))
+    update = Update("r", 0, (1,), "x", logprobs=entries, prompt=PromptInfo(0, entries))
     others = 0
 
     async def go_on() -> None:
@@ -186,7 +187,10 @@ async def test_log_probabilities_of_a_long_prompt_let_others_go_on() -> None:
             await asyncio.sleep(0)
 
     task = asyncio.create_task(go_on())
-    reply = await Replies(request, False).build(update)
+    written = await Replies(request, False, Turns()).build(update)
     task.cancel()
+    reply = pb.GenerateResponse.FromString(written)
     assert [e.token_id for e in reply.prompt.prompt_logprobs] == list(range(3000))
-    assert others > 10
+    assert [e.token_id for e in reply.logprobs] == list(range(3000))
+    assert (reply.prompt.num_prompt_tokens, reply.text, reply.token_ids) == (3001, "x", [1])
+    assert others > 20

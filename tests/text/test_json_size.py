@@ -45,6 +45,13 @@ def test_texts_are_counted_together_and_hide_none_of_the_others() -> None:
     assert has_more_parts(9, '"', "[" * 10)
 
 
+def test_very_many_texts_are_taken_out_in_runs() -> None:
+    value = [{"[{:" * 3: "]}"}] * 5000
+    for given in (json.dumps(value), json.dumps(value).encode()):
+        assert has_more_parts(10_000, given)
+        assert not has_more_parts(10_001, given)
+
+
 TEMPLATE = (
     "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.items() }}{% endfor %}{% endfor %}"
 )

@@ -2,7 +2,7 @@
 
 JSON is UTF-8, as a rule; UTF-16, UTF-32 and a mark of the order of bytes are seen by the first bytes (RFC 4627, 3), as
 Python's own parser does. pydantic validates. Its parser is used rather than Python's, since it has a limit of depth,
-refuses lone surrogates and NaN, and takes a tenth of the time. Large bodies are read by `LargeReads`.
+refuses lone surrogates and NaN, and takes a tenth of the time. Large bodies are read by `LargeReads`, in pieces.
 """
 
 import functools
@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pydantic
-import pydantic_core
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -20,6 +19,7 @@ from starlette.types import Receive, Scope
 
 from jaxserve.serve.http.errors import ErrorResponse, HttpRefusal, invalid_body
 from jaxserve.serve.http.keys import owner_of
+from jaxserve.serve.http.large_json import parse_json
 from jaxserve.serve.http.marks import Mark, note
 from jaxserve.serve.http.requests import Body, field_names
 from jaxserve.serve.large_reads import LARGE_BYTES, LargeReads
@@ -46,8 +46,7 @@ def read_json(octets: bytes, max_parts: int) -> Any:
         raise ValueError(
             f"it has more than {max_parts} objects, lists and fields together (serve.http.max_json_parts); send less"
         )
-    # The parser's table of texts that it has seen costs more than it saves where all of them differ: twice the time.
-    return pydantic_core.from_json(text, allow_inf_nan=False, cache_strings="none")
+    return parse_json(text.encode() if isinstance(text, str) else text)
 
 
 class _JsonRequest(Request):

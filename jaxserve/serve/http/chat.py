@@ -156,7 +156,7 @@ class _Answer:
         events += [event(self._chunk([choice], usage=usage)) for choice in self._choices(update)]
         return events
 
-    def last_events(self, error: Exception | None) -> str:
+    async def last_events(self, error: Exception | None) -> str:
         if error is not None:
             return error_event(error) + DONE
         return (event(self._chunk([], usage=True)) if usage_at_end(self._body.stream_options) else "") + DONE

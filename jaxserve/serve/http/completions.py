@@ -171,7 +171,7 @@ class _Answer:
         choice = _with_lists(piece.choice, logprobs, piece.prompt_logprobs)
         return [await large_event(self._turns, {**answer, "choices": [choice]})]
 
-    def last_events(self, error: Exception | None) -> str:
+    async def last_events(self, error: Exception | None) -> str:
         if error is not None:
             return error_event(error) + DONE
         return (event(self._response([], usage=True)) if usage_at_end(self._body.stream_options) else "") + DONE

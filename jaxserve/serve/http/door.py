@@ -19,8 +19,8 @@ from jaxserve.serve.http.counted import caller_id
 from jaxserve.serve.http.errors import HttpRefusal
 from jaxserve.serve.http.formats import ThinkingFormat, ToolFormat
 from jaxserve.serve.http.guard import time_is_up
-from jaxserve.serve.http.turns import Turns
 from jaxserve.serve.owners import Owner
+from jaxserve.serve.turns import Turns
 from jaxserve.text import Tokenizer
 
 _CALLER_CHARS = 200  # of an id that becomes part of another

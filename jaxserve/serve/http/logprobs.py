@@ -16,7 +16,7 @@ from jaxserve.serve.http.responses import (
     PromptLogprob,
     TopLogprob,
 )
-from jaxserve.serve.http.turns import Turns
+from jaxserve.serve.turns import Turns
 from jaxserve.text import Tokenizer
 from jaxserve.text.detokenizer import Detokenizer
 

@@ -167,7 +167,7 @@ class _Answer:
         self._take_end(update)
         return events
 
-    def last_events(self, error: Exception | None) -> str:
+    async def last_events(self, error: Exception | None) -> str:
         if error is not None:
             return named_event("error", error=as_fields(messages_error(*describe(error)).error))
         message = self._message

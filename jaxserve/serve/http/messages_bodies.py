@@ -25,6 +25,7 @@ from jaxserve.serve.http.requests import (
     JsonSchema,
     JsonSchemaFormat,
     Many,
+    ManyTools,
     MaxTokens,
     Message,
     NamedTool,
@@ -278,7 +279,7 @@ class PromptFields(Body):
     model: str
     messages: Many[InputMessage] = pydantic.Field(min_length=1)
     system: str | Many[TextBlock] | None = None
-    tools: Many[AnyMessagesTool] | None = None
+    tools: ManyTools[AnyMessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.serve.http.errors import HttpRefusal
-from jaxserve.serve.http.turns import Turns
+from jaxserve.serve.turns import Turns
 
 ANSWERS = "jaxserve.answers"  # in the scope of a call: its `AnswersRoom`
 PART_BYTES = 2**16  # a fraction of a millisecond of writing, and as much as a connection holds for its client

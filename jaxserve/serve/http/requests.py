@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import pydantic
 import pydantic.json_schema
 import pydantic_core
+from pydantic_core import core_schema
 
 from jaxserve.api import sampling_ranges
 from jaxserve.serve.http.marks import REQUEST_MARKS, Mark, Place
@@ -24,23 +25,62 @@ T = TypeVar("T")
 
 
 class _Bounded:
-    """On a list: only the first wrong item is reported, and the number of items is bounded.
+    """On a list: the number of items is bounded, and is looked at before the first of them; then only the first wrong
+    item is reported.
 
-    By default pydantic reports all, and a union tries each of its members on all: a body of four megabytes took
-    minutes, in which no client was served. The limit is no part of the document, which knows no sizes of bodies either.
+    By default pydantic makes as many items as it may have before it counts them, reports all that are wrong, and a
+    union tries each of its members on all: a body of four megabytes took minutes, in which no client was served. The
+    limit is no part of the document, which knows no sizes of bodies either.
     """
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
 
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
-        limit = {} if self._most is None else {"max_length": self._most}
-        return {**handler(source), "fail_fast": True, **limit}
+        return core_schema.no_info_before_validator_function(
+            self._check,
+            {**handler(source), "fail_fast": True},  # pyright: ignore[reportArgumentType]
+        )
 
-    def __get_pydantic_json_schema__(self, core_schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
-        document = handler(core_schema)
-        document.pop("maxItems", None)
-        return document
+    def __get_pydantic_json_schema__(self, schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(schema["schema"])
+
+    def _check(self, given: Any) -> Any:
+        if isinstance(given, list) and len(given) > self._most:
+            counts = {"count": len(given), "most": self._most}
+            text = "List should have at most {most} items, not {count}"
+            raise pydantic_core.PydanticCustomError("too_long", text, counts)
+        return given
+
+
+class _InSlices:
+    """On a list of whole numbers, which may be a million: they are looked at in slices, between which other threads
+    have their turn, and only the first wrong one is reported."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
+        return core_schema.no_info_wrap_validator_function(
+            self._check,
+            {**handler(source), "fail_fast": True},  # pyright: ignore[reportArgumentType]
+        )
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(schema["schema"])
+
+    def _check(self, given: Any, check: Callable[[Any], list[int]]) -> list[int]:
+        if not isinstance(given, list) or len(given) <= _NUMBERS_AT_ONCE:
+            return check(given)
+        found: list[int] = []
+        for start in range(0, len(given), _NUMBERS_AT_ONCE):
+            try:
+                found += check(given[start : start + _NUMBERS_AT_ONCE])
+            except pydantic.ValidationError as error:
+                [wrong] = error.errors(include_url=False, include_context=False)
+                told = pydantic_core.PydanticCustomError(wrong["type"], wrong["msg"])  # pyright: ignore[reportArgumentType]
+                [number] = wrong["loc"]
+                assert isinstance(number, int), wrong
+                place = pydantic_core.InitErrorDetails(type=told, loc=(start + number,), input=wrong["input"])
+                raise pydantic_core.ValidationError.from_exception_data("Ids", [place]) from None
+        return found
 
 
 class InRange:
@@ -49,8 +89,8 @@ class InRange:
     def __init__(self, low: float, high: float | None = None) -> None:
         self._limits = {"minimum": low} if high is None else {"minimum": low, "maximum": high}
 
-    def __get_pydantic_json_schema__(self, core_schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
-        return {**handler(core_schema), **self._limits}
+    def __get_pydantic_json_schema__(self, schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), **self._limits}
 
 
 _RANGES = {name: InRange(*limits) for name, limits in sampling_ranges().items()}
@@ -65,9 +105,12 @@ Priority = Annotated[int, InRange(-(2**31), 2**31 - 1)]
 TargetSeconds = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
 _MOST_ITEMS = 2**14  # items that cost more than a number
+_MOST_TOOLS = 2**11  # each is several objects, checked one by one, and text of the prompt
 _MOST_FIELDS = 100
-Ids = Annotated[list[Annotated[int, InRange(0)]], _Bounded()]
+_NUMBERS_AT_ONCE = 2**14  # a millisecond
+Ids = Annotated[list[Annotated[int, InRange(0)]], _InSlices()]
 Many = Annotated[list[T], _Bounded(_MOST_ITEMS)]
+ManyTools = Annotated[list[T], _Bounded(_MOST_TOOLS)]
 
 
 def _bounded(given: Any, most: int) -> Any:
@@ -105,7 +148,7 @@ class Only:
     def __get_pydantic_core_schema__(self, source: Any, handler: pydantic.GetCoreSchemaHandler) -> Any:
         return pydantic_core.core_schema.no_info_plain_validator_function(self._check)
 
-    def __get_pydantic_json_schema__(self, core_schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
         return {"enum": [None, *self.values]}
 
     def _check(self, given: Any) -> Any:
@@ -194,7 +237,7 @@ class OtherThan:
     def __init__(self, *kinds: str) -> None:
         self.kinds = kinds
 
-    def __get_pydantic_json_schema__(self, core_schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(self, schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
         kind = {"type": "string", "not": {"enum": [*self.kinds]}}
         words = "Belongs to a provider: left out of the prompt."
         return {"type": "object", "description": words, "properties": {"type": kind}, "required": ["type"]}
@@ -468,7 +511,7 @@ class NamedTool(Body):
 
 class ToolSet(Body):
     mode: Literal["auto", "required"]
-    tools: Many[NamedTool]
+    tools: ManyTools[NamedTool]
 
 
 class AllowedTools(Body):
@@ -481,7 +524,7 @@ class AllowedTools(Body):
 class TemplateFields(Body):
     """Fields of a chat's prompt beside its messages. By default it ends with the opening of the answer."""
 
-    tools: Many[AnyTool] | None = None
+    tools: ManyTools[AnyTool] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

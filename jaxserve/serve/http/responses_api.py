@@ -22,7 +22,7 @@ from jaxserve.serve.http.door import Door, check_answered, follow, new_id, trace
 from jaxserve.serve.http.errors import HttpRefusal, describe
 from jaxserve.serve.http.formats import Piece
 from jaxserve.serve.http.keys import owner_of
-from jaxserve.serve.http.pieces import json_answer
+from jaxserve.serve.http.pieces import json_answer, json_pieces, write_parts
 from jaxserve.serve.http.requests import ForeignTool, Message
 from jaxserve.serve.http.responses import as_fields
 from jaxserve.serve.http.responses_api_bodies import (
@@ -51,9 +51,11 @@ from jaxserve.serve.http.responses_api_bodies import (
 from jaxserve.serve.http.stored_responses import Stored, StoredResponses
 from jaxserve.serve.http.streaming import Event, EventStream, UsageCounter, named_event
 from jaxserve.serve.owners import Owner
+from jaxserve.serve.turns import Turns
 
 PATH = "/v1/responses"
 _MESSAGES = pydantic.TypeAdapter(list[Message])
+_MESSAGES_AT_ONCE = 256
 
 
 class _Kind(NamedTuple):
@@ -93,10 +95,11 @@ def responses_router(door: Door) -> APIRouter:
         if body.previous_response_id is not None:
             before = _find(stored, owner.digest, body.previous_response_id, "previous_response_id")
         answer_id = new_id(None, call)
-        work = functools.partial(_prepare, door, body, before, answer_id, trace_of(call), owner)
-        asked, chat = await door.engine.run(work, prompts=1, tenant=body.user or "", owner=owner.id)
-        keep = stored if stored.keeps and body.store is not False else None
-        answer = _Answer(door, body, chat, answer_id, _Keeping(keep, owner.digest, before, asked))
+        keeps = stored.keeps and body.store is not False
+        work = functools.partial(_prepare, door, body, before, answer_id, trace_of(call), owner, keeps=keeps)
+        messages, chat = await door.engine.run(work, prompts=1, tenant=body.user or "", owner=owner.id)
+        keeping = _Keeping(door.turns, stored if keeps else None, owner.digest, messages)
+        answer = _Answer(door, body, chat, answer_id, keeping)
         if body.stream:
             return EventStream(door, [chat.request], answer, answer_id)
         return await json_answer(door.turns, await answer.whole(door), {"x-request-id": answer_id})
@@ -151,43 +154,49 @@ def _prepare(
     answer_id: str,
     traceparent: str,
     owner: Owner,
-) -> tuple[list[Message], Chat]:
-    """The messages of the body alone, and the request for the whole conversation. Any thread."""
+    *,
+    keeps: bool,
+) -> tuple[bytes, Chat]:
+    """The conversation so far as it is kept, empty without `keeps`, and the request for it. Any thread."""
     asked = messages_of(body)
     if before is None and not asked:
         raise InvalidRequest("input has no message; give one")
-    return asked, prepare_chat(door, chat_of(body, _messages(before), asked), answer_id, traceparent, owner)
+    chat = prepare_chat(door, chat_of(body, _messages(before), asked), answer_id, traceparent, owner)
+    return _written(before, asked) if keeps else b"", chat
 
 
 def _messages(before: Stored | None) -> list[Message]:
     return [] if before is None else _MESSAGES.validate_json(before.messages)
 
 
-class _Keeping:
-    """Puts one answer away when it is complete. `stored` None: it is not kept."""
+def _written(before: Stored | None, asked: Sequence[Message]) -> bytes:
+    """JSON of a conversation, without its last bracket. In slices, between which other threads have their turn."""
+    lists = [] if before is None else [before.messages]
+    for start in range(0, len(asked), _MESSAGES_AT_ONCE):
+        lists.append(_MESSAGES.dump_json([*asked[start : start + _MESSAGES_AT_ONCE]], exclude_unset=True))
+    return b"[" + b",".join(each[1:-1] for each in lists)
 
-    def __init__(
-        self, stored: StoredResponses | None, owner: bytes, before: Stored | None, asked: Sequence[Message]
-    ) -> None:
+
+class _Keeping:
+    """Puts one answer away when it is complete. `stored` None: it is not kept. `messages`: as of `_written`."""
+
+    def __init__(self, turns: Turns, stored: StoredResponses | None, owner: bytes, messages: bytes) -> None:
+        self._turns = turns
         self._stored = stored
         self._owner = owner
-        self._before = before
-        self._asked = asked
+        self._messages = messages
 
     @property
     def keeps(self) -> bool:
         return self._stored is not None
 
-    def put(self, response: ResponseObject, answer: Message) -> None:
+    async def put(self, response: ResponseObject, answer: Message) -> None:
+        """What the answer repeats of its request may be as long as a body: it is written in turns."""
         if self._stored is None:
             return
-        news = _MESSAGES.dump_json([*self._asked, answer], exclude_unset=True)
-        before = b"[" if self._before is None else self._before.messages[:-1] + b","  # the two lists as one
-        stored = Stored(
-            response_id=response.id,
-            response=response.model_dump_json(exclude_unset=True).encode(),
-            messages=before + news[1:],
-        )
+        parts = await write_parts(self._turns, json_pieces(response))
+        messages = self._messages + b"," + _MESSAGES.dump_json([answer], exclude_unset=True)[1:]
+        stored = Stored(response_id=response.id, response=b"".join(parts), messages=messages)
         self._stored.put(self._owner, stored)
 
 
@@ -236,7 +245,7 @@ class _Answer:
             async for update in updates:
                 check_answered(update)
                 self._take(update)
-        self._end()
+        await self._end()
         return self._response
 
     async def events(self, update: Update) -> list[Event]:
@@ -247,12 +256,12 @@ class _Answer:
         events += self._take(update)
         return events
 
-    def last_events(self, error: Exception | None) -> str:
+    async def last_events(self, error: Exception | None) -> str:
         if error is not None:
             self._response.status = "failed"
             self._response.error = ResponsesError(code="server_error", message=describe(error)[1].error.message)
             return self._event("response.failed", response=as_fields(self._response))
-        events = self._end()
+        events = await self._end()
         events.append(self._event(f"response.{self._response.status}", response=as_fields(self._response)))
         return "".join(events)
 
@@ -275,7 +284,7 @@ class _Answer:
                 self._response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
         return events
 
-    def _end(self) -> list[str]:
+    async def _end(self) -> list[str]:
         """Completes the object, and keeps it where that was asked for; returns the events of its last item."""
         events: list[str] = []
         if not self._parts.all:  # an answer without any text still has a message
@@ -290,7 +299,7 @@ class _Answer:
             [part.text for part in parts if part.kind is kind] for kind in (PartKind.TEXT, PartKind.THOUGHT)
         )
         calls = [(part.call_id, part.name, part.text) for part in parts if part.kind is PartKind.CALL]
-        self._keeping.put(response, assistant_message(texts, thoughts, calls))
+        await self._keeping.put(response, assistant_message(texts, thoughts, calls))
         return events
 
     def _begin_item(self) -> list[str]:

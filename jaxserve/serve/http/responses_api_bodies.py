@@ -28,6 +28,7 @@ from jaxserve.serve.http.requests import (
     JsonSchema,
     JsonSchemaFormat,
     Many,
+    ManyTools,
     MaxTokens,
     Message,
     Metadata,
@@ -184,7 +185,7 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: ToolName
     description: str | None = None
-    tools: Many[
+    tools: ManyTools[
         Annotated[
             Annotated[FunctionTool, pydantic.Tag("function")]
             | Annotated[ForeignTool, OtherThan("function"), pydantic.Tag("foreign")],
@@ -232,7 +233,7 @@ class AllowedFunctions(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Many[
+    tools: ManyTools[
         Annotated[
             Annotated[ChosenFunction, pydantic.Tag("function")]
             | Annotated[ChosenNamespace, pydantic.Tag("namespace")]
@@ -302,7 +303,7 @@ class ResponsesRequest(NeutralFields):
     temperature: Temperature | None = None
     text: TextConfig | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    tools: Many[AnyResponsesTool] | None = None
+    tools: ManyTools[AnyResponsesTool] | None = None
     top_p: TopP | None = None
     user: str | None = None
 

@@ -16,7 +16,7 @@ from jaxserve.serve.http.errors import REASON, http_reason
 from jaxserve.serve.http.pieces import json_pieces, send_parts, write_parts
 from jaxserve.serve.http.requests import StreamOptions
 from jaxserve.serve.http.responses import CachedTokens, CompletionTokensDetails, Usage
-from jaxserve.serve.http.turns import Turns
+from jaxserve.serve.turns import Turns
 
 DONE = "data: [DONE]\n\n"
 
@@ -61,7 +61,7 @@ class Answer(Protocol):
         """What an update tells the client: one event or several, or none when there is nothing to tell yet."""
         ...
 
-    def last_events(self, error: Exception | None) -> str:
+    async def last_events(self, error: Exception | None) -> str:
         """What follows the last update, or the error after which none comes."""
         ...
 
@@ -102,12 +102,12 @@ class EventStream(Response):
                         begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                     await _send(scope, send, await self._events(update))
-            rest = self._answer.last_events(None)
+            rest = await self._answer.last_events(None)
         except Exception as error:
             if not begun:
                 raise
             scope[REASON] = http_reason(error)
-            rest = self._answer.last_events(error)
+            rest = await self._answer.last_events(error)
         await send({"type": "http.response.body", "body": rest.encode(), "more_body": False})
 
     async def _events(self, update: Update) -> list[Event]:

@@ -19,6 +19,7 @@ from serve_parts import WAIT_S, Served, wait_until
 
 from jaxserve.errors import EngineStopped, QueueFull
 from jaxserve.serve.http.batches import runner, store
+from jaxserve.serve.http.batches.bodies import BatchObject, RequestCounts
 from jaxserve.serve.http.batches.runner import check_lines
 from jaxserve.serve.http.batches.store import BatchStore, read_results
 from jaxserve.serve.http.errors import HttpRefusal
@@ -275,10 +276,12 @@ def test_what_cannot_be_opened_now_is_neither_damaged_nor_left_out(
             lambda: client.files.list(),
             lambda: client.files.retrieve(file),
             lambda: client.files.content(file),
-            lambda: client.batches.list(),
             lambda: client.files.delete(file),
         ):
             assert told(call, "can be opened now") == 503
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "scandir", fail)
+        assert told(lambda: client.batches.list(), "can be opened now") == 503
     assert client.files.retrieve(file).id == file
 
 
@@ -294,11 +297,9 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 
 
 def test_an_upload_of_megabytes_needs_no_disk_but_that_of_its_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "TemporaryFile", None)
-    monkeypatch.setattr(runner, "_AGAIN_S", 0.05)
-    texts = [line(f"n{k}", logprobs=True, top_logprobs=20, max_tokens=200, ignore_eos=True) for k in range(6)]
     parts = Served(tokenizer=ToolTokenizer(), vocab_size=259)
     with http_served(parts, batch_dir=str(tmp_path)) as server, openai_client(server) as client:
         data = bytes(3_000_000)
@@ -307,15 +308,36 @@ def test_an_upload_of_megabytes_needs_no_disk_but_that_of_its_store(
         assert (refused, list((tmp_path / "files").iterdir())) == (507, [])
         whole = client.files.create(file=("a", data), purpose="batch")
         assert (whole.bytes, client.files.content(whole.id).content) == (len(data), data)
+
+
+def test_a_batch_whose_results_are_more_than_a_file_may_have_fails_once_and_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun: list[str] = []
+    call = runner._call
+
+    async def counted(*given: Any) -> Any:
+        begun.append(json.loads(given[2])["user"])
+        return await call(*given)
+
+    monkeypatch.setattr(runner, "_call", counted)
+    monkeypatch.setattr(runner, "_AGAIN_S", 0.05)
+    asked = {"logprobs": True, "top_logprobs": 20, "max_tokens": 200, "ignore_eos": True}
+    parts = Served(tokenizer=ToolTokenizer(), vocab_size=259)
+    with http_served(parts, batch_dir=str(tmp_path), batch_lines=1) as server, openai_client(server) as client:
         server.runner.hold()
-        batch = begin(client, *texts)
+        batch = begin(client, *(line(f"n{k}", user=f"n{k}", **asked) for k in range(6)))
         with largest_file(1_000_000):
             server.release()
-            wait_until(lambda: "is tried again in" in caplog.text, "its results are more than a file may have")
-        ended = end_of(client, batch)
-        assert ended.status == "completed", "nobody made another batch"
-        assert len(results(client, ended.output_file_id)) == 6
-    assert "Traceback" not in caplog.text
+            ended = end_of(client, batch)
+        second = end_of(client, begin(client, line("a", user="a")))
+        counts, (problem,) = ended.request_counts, ended.errors.data  # pyright: ignore
+        assert (ended.status, problem.code) == ("failed", "file_too_large") and "ulimit -f" in problem.message
+        kept = results(client, ended.output_file_id)
+        assert 0 < len(kept) == counts.completed < 5 and [*kept] == [f"n{k}" for k in range(len(kept))]
+        assert begun == [*(f"n{k}" for k in range(len(kept) + 1)), "a"], "no line is answered again, and none behind it"
+        assert second.status == "completed"
+    assert "Traceback" not in caplog.text and "tried again" not in caplog.text
 
 
 def test_a_full_disk_is_told_and_a_batch_goes_on_when_there_is_room(
@@ -354,6 +376,64 @@ def test_a_directory_has_a_limit_and_a_broken_description_hides_no_other(tmp_pat
     assert [file.id for file in kept_in.files(b"key")] == [kept[1].id]
     kept_in.remove_file(b"key", kept[1].id)
     assert kept_in.add_file(b"key", "large", io.BytesIO(bytes(5000))).bytes == 5000
+
+
+def test_one_key_may_fill_the_directory_and_others_still_have_a_part_of_it(tmp_path: Path) -> None:
+    kept_in = BatchStore(str(tmp_path), most_bytes=80 * 4096, most_ended=10)
+    large = kept_in.add_file(b"one", "large", io.BytesIO(bytes(78 * 4096)))
+    with pytest.raises(HttpRefusal, match="this key 323584, of which 81920 always have room, and this one needs 8192"):
+        kept_in.add_file(b"one", "more", io.BytesIO(bytes(2 * 4096)))
+    small = [kept_in.add_file(b"two", "small", io.BytesIO(b"a")) for _ in range(5)]
+    with pytest.raises(HttpRefusal, match=r"serve.http.batch_dir_bytes.*this key 40960, of which 40960 always"):
+        kept_in.add_file(b"two", "small", io.BytesIO(b"a"))
+    kept_in.remove_file(b"one", large.id)
+    assert kept_in.add_file(b"two", "large", io.BytesIO(bytes(60 * 4096)))
+    assert len(kept_in.files(b"two")) == len(small) + 1
+
+
+def test_results_that_are_not_described_yet_are_those_of_their_key(tmp_path: Path) -> None:
+    kept_in = BatchStore(str(tmp_path), most_bytes=80 * 4096, most_ended=10)
+    source = kept_in.add_file(b"one", "in", io.BytesIO(b"a"))
+    batch = BatchObject(
+        id=store.new_batch_id(),
+        endpoint=CHATS,
+        input_file_id=source.id,
+        completion_window="24h",
+        status="in_progress",
+        output_file_id=store.new_file_id(),
+        created_at=0,
+        expires_at=0,
+        request_counts=RequestCounts(),
+    )
+    kept_in.add_batch(b"one", batch)
+    kept_in.content_path(str(batch.output_file_id)).write_bytes(bytes(77 * 4096))
+    with pytest.raises(HttpRefusal, match="this key 327680,"):
+        kept_in.add_file(b"one", "more", io.BytesIO(b"a"))
+    assert kept_in.add_file(b"two", "small", io.BytesIO(b"a"))
+
+
+def test_a_description_is_read_again_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_in = BatchStore(str(tmp_path), most_bytes=2**30, most_ended=10)
+    read: list[str] = []
+    plain = store._read
+
+    def counted(path: Path, kind: Any) -> Any:
+        read.append(path.name)
+        return plain(path, kind)
+
+    monkeypatch.setattr(store, "_read", counted)
+    first = kept_in.add_file(b"key", "first", io.BytesIO(b"a"))
+    for _ in range(3):
+        assert [file.id for file in kept_in.files(b"key")] == [first.id]
+    second = kept_in.add_file(b"key", "second", io.BytesIO(b"a"))
+    assert read == [f"{first.id}.json"]
+    path = tmp_path / "files" / f"{first.id}.json"
+    path.with_suffix(".tmp").write_text(path.read_text().replace("first", "renamed"))
+    path.with_suffix(".tmp").replace(path)
+    assert {file.filename for file in kept_in.files(b"key")} == {"renamed", "second"}
+    assert sorted(read) == sorted([f"{first.id}.json"] * 2 + [f"{second.id}.json"])
+    kept_in.remove_file(b"key", first.id)
+    assert [file.id for file in kept_in.files(b"key")] == [second.id]
 
 
 def test_files_and_batches_belong_to_a_key(client: openai.OpenAI, server: Served) -> None:

@@ -73,7 +73,7 @@ MANY_KEYS = ",".join(f'"k{k}": 1' for k in range(SIZE // 12))
         ("/v1/completions", "{" + MANY_KEYS + "}", "at most 100"),
         ("/v1/completions", '{"prompt":"a","logit_bias":{' + MANY_KEYS.replace("1,", '"x",') + "}}", "at most 16384"),
         ("/v1/chat/completions", filled('{"messages":[', '{"role":"user","content":"a"}', "]}"), "at most 16384 items"),
-        ("/v1/chat/completions", filled('{"messages":[', "1", "]}"), "messages[0]: "),
+        ("/v1/chat/completions", filled('{"messages":[', "1", "]}"), "at most 16384 items"),
         ("/v1/embeddings", filled('{"input":[', "1.5", "]}"), "input: "),
         ("/detokenize", filled('{"tokens":[', "1.5", "]}"), "tokens[0]: "),
     ],

@@ -24,7 +24,7 @@ from jaxserve.serve.http.responses import (
     TopLogprob,
     Usage,
 )
-from jaxserve.serve.http.turns import Turns
+from jaxserve.serve.turns import Turns
 
 IDS = [number % 100 for number in range(400)]
 ECHO = {"prompt": IDS, "max_tokens": 2, "n": 8, "echo": True, "logprobs": 20}

@@ -12,7 +12,7 @@ from serve_parts import Served
 from jaxserve.engine import Reranker
 from jaxserve.serve.http import completions, responses_api, sampling
 from jaxserve.serve.http.pieces import PART_BYTES
-from jaxserve.serve.http.turns import Turns
+from jaxserve.serve.turns import Turns
 from jaxserve.testing import ByteTokenizer
 
 MANY = 4000
@@ -72,6 +72,34 @@ def test_messages_of_a_response_are_made_off_the_event_loop(
     body = {"input": [{"role": "user", "content": "a"}] * 3, "max_output_tokens": 1}
     assert client.post("/v1/responses", json=body).status_code == 200
     assert len(threads) == 1 and threads[0].startswith("jaxserve-encode")
+
+
+def test_an_answer_that_is_kept_is_written_in_turns_and_its_conversation_off_the_event_loop(
+    client: httpx.Client, num_turns: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    write = responses_api._written
+
+    def noted(*given: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return write(*given)
+
+    monkeypatch.setattr(responses_api, "_written", noted)
+    tools = [{"type": "web_search", "name": "n" * 200}] * 1500  # left out of the prompt, and repeated in the answer
+    asked = {"input": [{"role": "user", "content": "a"}] * 3, "tools": tools, "max_output_tokens": 1}
+    taken: dict[bool, int] = {}
+    for store in (False, True):
+        num_turns.clear()
+        answer = client.post("/v1/responses", json={**asked, "store": store})
+        assert answer.status_code == 200, answer.text
+        taken[store] = len(num_turns)
+    assert len(answer.content) > 4 * PART_BYTES
+    assert taken[True] >= 2 * taken[False] >= 6, "once to keep it, once to send it"
+    assert len(threads) == 1 and threads[0].startswith("jaxserve-encode")
+    assert client.get(f"/v1/responses/{answer.json()['id']}").content == answer.content
+    followed = {"input": "b", "previous_response_id": answer.json()["id"], "max_output_tokens": 1}
+    longer = client.post("/v1/responses", json=followed).json()["usage"]["input_tokens"]
+    assert longer > answer.json()["usage"]["input_tokens"]
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,21 @@ import contextlib
 import functools
 import json
 import logging
+import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Generator
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
 from jaxserve.engine.fair_places import FairPlaces
 from jaxserve.serve.http.batches.bodies import ENDED, BatchObject, BatchProblem, BatchProblems
-from jaxserve.serve.http.batches.store import BatchStore, new_file_id, read_results
+from jaxserve.serve.http.batches.store import BatchStore, is_for_good, new_file_id, read_results, refusal_of
 from jaxserve.serve.http.bodies import read_json
 from jaxserve.serve.http.errors import HttpRefusal
 from jaxserve.serve.http.keys import OWNER
@@ -149,10 +152,16 @@ class BatchRunner:
                 await self._change(owner, batch_id, lambda now: _fail(now, problems))
                 return
             batch = await self._change(owner, batch_id, lambda now: _begin(now, total))
-        work = _Work(self._store, batch, self._line_parts)
+        work, problems = _Work(self._store, batch, self._line_parts), []
         try:
             await asyncio.to_thread(work.read_results)
             ended = await self._answer_lines(owner, batch, work)
+        except OSError as error:
+            if not is_for_good(error):
+                raise
+            ended = "failed"  # its lines would be answered again and again; what has a result keeps it
+            logger.error("batch %s fails: %s", batch.id, error)
+            problems.append(BatchProblem(code="file_too_large", message=f"a result was not kept: {refusal_of(error)}"))
         finally:
             work.close()
         for file_id, kind, count in (
@@ -161,7 +170,7 @@ class BatchRunner:
         ):
             if count:
                 await asyncio.to_thread(self._store.add_output, owner, file_id, f"{batch_id}_{kind}.jsonl")
-        await self._change(owner, batch_id, lambda now: _finish(now, work, ended))
+        await self._change(owner, batch_id, lambda now: _finish(now, work, ended, problems))
 
     async def _change(self, owner: bytes, batch_id: str, change: Callable[[BatchObject], None]) -> BatchObject:
         """See `BatchStore.change_batch`."""
@@ -228,7 +237,7 @@ class BatchRunner:
             if answer.code not in _LATER:
                 break
             await asyncio.sleep(_PAUSE_S)
-        work.put(line.custom_id, answer)
+        await asyncio.to_thread(work.put, line.custom_id, answer)
 
 
 def _begin(batch: BatchObject, total: int) -> None:
@@ -242,8 +251,9 @@ def _count(batch: BatchObject, work: "_Work") -> None:
     batch.request_counts.completed, batch.request_counts.failed = work.num_completed, work.num_failed
 
 
-def _finish(batch: BatchObject, work: "_Work", ended: str) -> None:
+def _finish(batch: BatchObject, work: "_Work", ended: str, problems: list[BatchProblem]) -> None:
     _count(batch, work)
+    batch.errors = BatchProblems(data=problems) if problems else None
     if batch.status == "in_progress":
         batch.status, batch.finalizing_at = "finalizing", _now()
     batch.output_file_id = work.output_id if work.num_completed else None
@@ -279,7 +289,9 @@ class _Work:
         self._line_parts = line_parts
         self._paths = [store.content_path(file_id) for file_id in (self.output_id, self.error_id)]
         self._done: set[str] = set()
-        self._files: list[BinaryIO] = []
+        self._writing = threading.Lock()
+        self._closed = False
+        self._files: list[FileIO] = []
         self._opened = contextlib.ExitStack()
         self.noted_s = 0.0  # when the counts of the batch were last written
 
@@ -291,7 +303,7 @@ class _Work:
             read_results(path, self._done.add)
             counts.append(len(self._done) - before)
         self.num_completed, self.num_failed = counts
-        self._files = [self._opened.enter_context(path.open("ab")) for path in self._paths]
+        self._files = [self._opened.enter_context(FileIO(path, "ab")) for path in self._paths]
 
     def lines(self) -> "Generator[_Line]":
         """Those that have no result. Each takes as long as reading and writing a large body takes."""
@@ -303,23 +315,40 @@ class _Work:
                         yield _Line(custom_id=line["custom_id"], body=json.dumps(line["body"]).encode())
 
     def put(self, custom_id: str, answer: "_Answer") -> None:
-        """One line is answered. The result is with the system when this returns, and outlives the process."""
+        """One line is answered. The result is with the system when this returns, and outlives the process. Any thread:
+        a result may have megabytes, and a disk may take its time. Raises OSError, and then nothing of it is kept."""
         head = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "error": None}
         response = {"status_code": answer.code, "request_id": answer.request_id}
-        # The body is JSON already: reading it and writing it again would hold up the loop where it is large.
+        # The body is JSON already: to read and write it again would take long where it is large.
         body = answer.body.replace(b"\n", b" ")  # between values alone
         opened = (json.dumps(part).encode()[:-1] for part in (head, response))
-        file = self._files[0 if answer.code < 400 else 1]
-        file.write(b'%b, "response": %b, "body": %b}}\n' % (*opened, body))
-        file.flush()
-        if answer.code < 400:
-            self.num_completed += 1
-        else:
-            self.num_failed += 1
+        with self._writing:
+            if self._closed:  # the server ends: the line runs after the next start
+                return
+            _append(self._files[0 if answer.code < 400 else 1], b'%b, "response": %b, "body": %b}}\n' % (*opened, body))
+            if answer.code < 400:
+                self.num_completed += 1
+            else:
+                self.num_failed += 1
 
     def close(self) -> None:
         """Raises OSError where the disk does not take the rest; all files are closed nevertheless."""
-        self._opened.close()
+        with self._writing:
+            self._closed = True
+            self._opened.close()
+
+
+def _append(file: FileIO, data: bytes) -> None:
+    """Raises OSError, and then the file is as before where that can be done: half a line hides those behind it."""
+    before = os.fstat(file.fileno()).st_size
+    left = memoryview(data)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            file.truncate(before)
+        raise
 
 
 def check_lines(path: Path, endpoint: str, line_bytes: int, line_parts: int) -> tuple[int, list[BatchProblem]]:

@@ -7,6 +7,7 @@ A description is replaced as a whole, so that an end of the process leaves the o
 digest of a key; for other keys a file or a batch does not exist.
 """
 
+import collections
 import contextlib
 import errno
 import json
@@ -16,12 +17,13 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import pydantic
 
+from jaxserve.engine.shared_room import SharedRoom
 from jaxserve.errors import ConfigError
 from jaxserve.serve.http.batches.bodies import ENDED, BatchObject, FileObject
 from jaxserve.serve.http.errors import HttpRefusal
@@ -33,6 +35,8 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _CHUNK_BYTES = 2**20
 _LEAST_BYTES = 4096  # that a file or a description takes of a disk, however short
 _MAX_UNFINISHED = 100  # batches of a key
+_MOST_KNOWN = 20_000  # descriptions of a folder that are kept in memory, some 2 kB each
+_NOBODY = b""  # the owner of what has no description
 _NO_ROOM = {  # of a write that failed: no defect of the server, and where the room is to be made
     errno.ENOSPC: "try again when there is room",
     errno.EDQUOT: "try again when the quota of its user has room",
@@ -43,13 +47,23 @@ _NO_FILES = (errno.EMFILE, errno.ENFILE)  # no file can be opened now, neither w
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, RecursionError)  # what reading a description may end with
 
 
+class _Known(NamedTuple):
+    """A description as it was read. `state`: of its file, which is another one once it has been replaced."""
+
+    state: tuple[int, int, int]
+    owner: bytes
+    value: Any
+
+
 class BatchStore:
-    """Any thread that may wait for the disk: all but `file`, `batch` and `change_batch` read every description.
+    """Any thread that may wait for the disk: all but `file`, `batch` and `change_batch` look at every description, and
+    read those that are new to them.
 
     Everything raises OSError where the disk does not do what it should; `refusal_of` says what a client is told then.
 
     Args:
-      most_bytes: of all that is in the directory, above which no file and no batch is taken any more.
+      most_bytes: of all that is in the directory, which keys share (`SharedRoom`): beyond it files and batches are
+        taken only of keys that have little of a quarter more.
       most_ended: batches of a key that have ended; of more, the oldest are forgotten.
 
     Attributes:
@@ -61,6 +75,7 @@ class BatchStore:
         self.folder = Path(folder)
         self._most_bytes = most_bytes
         self._most_ended = most_ended
+        self._known: dict[str, dict[str, _Known]] = {}  # by folder and name of the file; each is replaced, not changed
         self._changing = threading.Lock()  # between a look at what is there and what is changed because of it
         try:
             for name in ("files", "batches"):
@@ -72,7 +87,7 @@ class BatchStore:
 
     def add_file(self, owner: bytes, name: str, source: BinaryIO) -> FileObject:
         """Keeps what a client sends. Raises HttpRefusal with 413 where there is no room."""
-        self._check_room(source.seek(0, os.SEEK_END))
+        self._check_room(owner, source.seek(0, os.SEEK_END))
         source.seek(0)
         file_id = new_file_id()
         partial = self._part(file_id, ".part")
@@ -141,7 +156,7 @@ class BatchStore:
         """
         with self._changing:
             self.file(owner, batch.input_file_id)
-            self._check_room(0)
+            self._check_room(owner, 0)
             own = self.batches(owner)
             waiting = sum(each.status not in ENDED for each in own)
             if waiting >= _MAX_UNFINISHED:
@@ -180,15 +195,31 @@ class BatchStore:
 
     # ---- both --------------------------------------------------------------------------------------------------------
 
-    def _check_room(self, num_bytes: int) -> None:
+    def _check_room(self, owner: bytes, num_bytes: int) -> None:
         """Whether a file of this size has room. Two at once may both find the last of it."""
-        taken = sum(_bytes_of(path) for name in ("files", "batches") for path in (self.folder / name).iterdir())
-        if taken + max(num_bytes, _LEAST_BYTES) > self._most_bytes:
+        room: SharedRoom[bytes] = SharedRoom(self._most_bytes)
+        for whose, taken in self._bytes_by_owner().items():
+            room.enter(whose, taken, at_any_rate=True)
+        if room.lacking(owner, max(num_bytes, _LEAST_BYTES)):
             text = (
-                f"files and batches of all keys have {taken} of {self._most_bytes} bytes (serve.http.batch_dir_bytes), "
-                f"and this one needs {num_bytes}; delete files that are not needed any more"
+                f"files and batches of all keys have {room.total} of {room.most} bytes (serve.http.batch_dir_bytes), "
+                f"those of this key {room.held(owner)}, of which {room.part(owner)} always have room, and this one "
+                f"needs {num_bytes}; delete files that are not needed any more"
             )
             raise HttpRefusal(413, text)
+
+    def _bytes_by_owner(self) -> Mapping[bytes, int]:
+        """What is in the directory. What is not described yet is its batch's, as results are, or nobody's."""
+        owners = {each.id: owner for owner, each in self._all("files", FileObject)}
+        taken: collections.Counter[bytes] = collections.Counter()
+        for owner, batch in self._all("batches", BatchObject):
+            taken[owner] += _LEAST_BYTES
+            for file_id in (batch.output_file_id, batch.error_file_id):
+                if file_id is not None:
+                    owners.setdefault(file_id, owner)
+        for entry in _entries(self.folder / "files"):
+            taken[owners.get(entry.name.partition(".")[0], _NOBODY)] += _bytes_of(entry)
+        return taken
 
     def _get(self, folder: str, kind: type[_Object], owner: bytes, name: str) -> _Object:
         if _ID.fullmatch(name):
@@ -212,14 +243,27 @@ class BatchStore:
         return sorted(found, key=lambda each: (-each.created_at, each.id))
 
     def _all(self, folder: str, kind: type[_Object]) -> Iterator[tuple[bytes, _Object]]:
-        for path in (self.folder / folder).glob("*.json"):
+        """All that are described; their values are shared, and nobody changes them."""
+        before, known = self._known.get(folder, {}), dict[str, _Known]()
+        for entry in _entries(self.folder / folder):
+            if not entry.name.endswith(".json"):
+                continue
             try:
-                yield _read(path, kind)
+                status = entry.stat()
+                state = status.st_ino, status.st_mtime_ns, status.st_size
+                found = before.get(entry.name)
+                if found is None or found.state != state:
+                    found = _Known(state, *_read(Path(entry.path), kind))
             except FileNotFoundError:
-                pass  # removed meanwhile
+                continue  # removed meanwhile
             except _DAMAGED as error:  # it must not hide those of others
                 _check_is_damage(error)
-                logger.error("%s is left out, since it cannot be read: %s", path, error)
+                logger.error("%s is left out, since it cannot be read: %s", entry.path, error)
+                continue
+            if len(known) < _MOST_KNOWN:
+                known[entry.name] = found
+            yield found.owner, found.value
+        self._known[folder] = known
 
     def _write(self, path: Path, owner: bytes, value: pydantic.BaseModel) -> None:
         partial = path.with_suffix(".tmp")
@@ -232,6 +276,11 @@ class BatchStore:
         except OSError:
             _discard(partial)
             raise
+
+
+def is_for_good(error: OSError) -> bool:
+    """Whether a write fails again whenever it is tried: the file would be larger than the server may write."""
+    return error.errno == errno.EFBIG
 
 
 def refusal_of(error: OSError) -> Exception:
@@ -258,9 +307,15 @@ def _discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _bytes_of(path: Path) -> int:
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """What is in a folder, a look at a time."""
+    with os.scandir(folder) as entries:
+        yield from entries
+
+
+def _bytes_of(entry: os.DirEntry[str]) -> int:
     try:
-        return max(path.stat().st_size, _LEAST_BYTES)
+        return max(entry.stat().st_size, _LEAST_BYTES)
     except FileNotFoundError:  # removed or renamed meanwhile
         return 0
 
