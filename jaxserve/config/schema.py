@@ -673,7 +673,9 @@ class HttpConfig(Section):
         default=None, description="Directory of /v1/files and /v1/batches; null: there are no batches."
     )
     batch_dir_bytes: int = pydantic.Field(
-        default=16 * 2**30, ge=1, description="Most bytes in it, which keys share; beyond it each key with little has a part of a quarter more."
+        default=16 * 2**30,
+        ge=1,
+        description="Most bytes in it, which keys share; beyond it each key with little has a part of a quarter more.",
     )
     batch_file_bytes: int = pydantic.Field(default=64 * 2**20, ge=1, description="Most bytes of a file of requests.")
     batch_ended: int = pydantic.Field(

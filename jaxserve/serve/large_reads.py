@@ -77,11 +77,11 @@ class LargeReads:
         if rest_s > 0:
             self._sleep(rest_s)
         interpreter = process_interpreter()
-        interpreter.begin()
+        interpreter.begin_work()
         begun_s = self._clock()
         try:
             return read()
         finally:
             now_s = self._clock()
             self._rested_s = now_s + (now_s - begun_s)
-            interpreter.end()
+            interpreter.end_work()
