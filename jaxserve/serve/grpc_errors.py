@@ -72,7 +72,7 @@ class TypedErrors(grpc.aio.ServerInterceptor):
 
         async def call(raws: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> Any:
             code = grpc.StatusCode.CANCELLED  # the call ended without an answer or an error: its client has left
-            owner, size, is_in, request = "", 0, False, None
+            owner, size, is_in, raw, request = "", 0, False, None, None
             try:
                 owner = self._owners.of_call(context).id
                 # A probe has places of its own, so that it does not wait for messages of other methods.
@@ -85,7 +85,7 @@ class TypedErrors(grpc.aio.ServerInterceptor):
                     self._enter(owner, size, at_any_rate=counts is None and size <= _SMALL_BYTES)
                     is_in = True
                     request = await self._parsed(parse, raw, owner)
-                    del raw
+                    raw = None
                 answer = await behaviour(request, context)
                 code = grpc.StatusCode.OK
                 return answer
@@ -96,6 +96,7 @@ class TypedErrors(grpc.aio.ServerInterceptor):
                     code = GRPC_CODES[status_of(error)]
                     if counts is not None:
                         counts.note_refusal(Refusal(GRPC, reason_of(error), code.name, name, _id_of(request)))
+                raw = request = None  # else kept as `_forget_frames` says: this frame is one of those
                 await _report(error, method, context)
             finally:
                 if is_in:
@@ -227,4 +228,18 @@ async def _report(error: Exception, method: str, context: grpc.aio.ServicerConte
     if status is Status.INTERNAL:
         logger.error("%s failed, %s", method, reference, exc_info=error)
     code, message = GRPC_CODES[status], public_message(error, reference)
-    await context.abort(code, message, details_of(error, code, message))
+    details = details_of(error, code, message)
+    _forget_frames(error)
+    await context.abort(code, message, details)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Frees what the calls that raised `error` were working on.
+
+    gRPC keeps its own error in the state of the call, with this one as its context, and their frames know the call: a
+    cycle, which would keep the message until the collector comes. Beside an engine that works it hardly comes.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        found.__traceback__ = None
+        found = found.__cause__ or found.__context__

@@ -87,7 +87,7 @@ def attacked(parts: Served | Routed, name: str) -> Iterator[Attacker]:
 
 
 # Threads of pools that have a most number, start them as they are needed, and keep them.
-POOLS = ("jaxserve-encode", "jaxserve-large", "jaxserve-files", "asyncio_")
+POOLS = ("jaxserve-encode", "jaxserve-large", "jaxserve-files", "asyncio_", "AnyIO worker")
 
 
 @dataclasses.dataclass(frozen=True)

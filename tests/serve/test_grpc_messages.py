@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from serve_parts import LONG, WAIT_S, Served, serve_bytes, serve_slowly, served, wait_until
@@ -16,7 +18,7 @@ from serve_parts import LONG, WAIT_S, Served, serve_bytes, serve_slowly, served,
 from jaxserve.api import SamplingParams
 from jaxserve.client import CallOptions, Client, RequestFailed, Retries
 from jaxserve.config.schema import GrpcConfig
-from jaxserve.errors import MessagesFull, Status
+from jaxserve.errors import InvalidRequest, MessagesFull, Status
 from jaxserve.serve.gen import inference_pb2 as pb
 from jaxserve.serve.gen import inference_pb2_grpc as pb_grpc
 from jaxserve.serve.grpc_errors import Arrivals
@@ -246,3 +248,30 @@ def test_garbage_is_told_so_by_health_and_reflection(server: Served, caplog: pyt
         (told,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([asked]), timeout=WAIT_S)
         assert "jaxserve.v1.Inference" in {each.name for each in told.list_services_response.service}
     assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [pb.GenerateRequest(text="a" * MIB).SerializeToString(), b"\x0a\x81\x80\x40" + b"\xff" * (MIB + 1)],
+    ids=["refused", "undecodable"],
+)
+def test_a_message_that_was_refused_is_not_kept_until_a_collection(crowded: Served, message: bytes) -> None:
+    """gRPC keeps the error that ends a call in a cycle with the call: megabytes, beside an engine that works."""
+
+    def is_kept(each: object) -> bool:
+        """A request, or an error whose frames hold the message."""
+        if isinstance(each, InvalidRequest | DecodeError):
+            return each.__traceback__ is not None
+        return isinstance(each, pb.GenerateRequest)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with grpc.insecure_channel(crowded.address) as channel:
+            call = channel.unary_stream("/jaxserve.v1.Inference/Generate")
+            with pytest.raises(grpc.RpcError) as caught:
+                next(call(message, metadata=AS_ONE, timeout=WAIT_S))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+        wait_until(lambda: not any(map(is_kept, gc.get_objects())), "it is let go")
+    finally:
+        gc.enable()
