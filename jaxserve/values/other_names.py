@@ -56,7 +56,7 @@ _NONE = "not implemented here: "
 def _read(file: str) -> list[tuple[str, str]]:
     """The rows of a file beside this one: what is here, and the names of others, one after the other. A row goes on in
     the lines that are indented; one that begins with # is a comment."""
-    rows = re.split(r"\n+(?=\S)", importlib.resources.files(__package__).joinpath(file).read_text("utf-8"))
+    rows = re.split(r"\n+(?=\S)", importlib.resources.files("jaxserve.values").joinpath(file).read_text("utf-8"))
     parts = [" ".join(row.split()).partition(" | ") for row in rows if not row.startswith("#")]
     return [(here, names) for here, _, names in parts]
 

@@ -53,7 +53,7 @@ class _Marks(NamedTuple):
 
     def between(self, start: int, end: int) -> "_Marks":
         """Those of a range of their numbers."""
-        return _Marks(*(each[start:end] for each in self))
+        return _Marks(self.places[start:end], self.kinds[start:end], self.depths[start:end])
 
 
 def _find_marks(text: bytes) -> _Marks:
