@@ -250,7 +250,7 @@ def test_what_may_be_a_secret_is_not_told() -> None:
 
 def test_format_loads_again(tmp_path: Path) -> None:
     set_ = ["model.name='7'", "runtime.token_buckets=[1, 2]", "cache.memory_fraction=5e-1", "serve.http.port=0"]
-    first = load_config(None, [*set_, 'serve.host="a: #b"'], environ={})
+    first = load_config(None, [*set_, 'serve.http.batch_dir="a: #b"'], environ={})
     text = format_config(first)
     assert all(source in text for source in ("# default", "# --set"))
     again = load_config(write(tmp_path, text), environ={})

@@ -13,6 +13,7 @@ import pytest
 from fake_parts import Fakes
 
 from jaxserve import LLM, AsyncLLM, FinishReason, SamplingParams
+from jaxserve.engine.interpreter import process_interpreter
 from jaxserve.errors import ConfigError, EngineStopped, InvalidRequest, PromptTooLong, RequestRejected
 from jaxserve.offline.llm import CompletionOutput, Logprob, RequestOutput
 from jaxserve.offline.results import Gatherer
@@ -199,7 +200,8 @@ def test_a_step_looks_at_no_job_that_goes_on(llm: LLM, monkeypatch: pytest.Monke
 def test_engines_of_one_process_share_how_python_runs(llm: LLM) -> None:
     """With a collector policy each, the first to come to rest would end what the others rely on."""
     with LLM(model="demo", served_model_name="other", progress=False) as other:
-        assert llm._engine._interpreter is other._engine._interpreter is not None  # type: ignore[union-attr]
+        of_each = [engine._on_begin for each in (llm, other) for engine in each._engine.replicas]
+        assert of_each == [(process_interpreter().begin_work,)] * 2
 
 
 def test_the_model_has_a_name(llm: LLM) -> None:
