@@ -40,7 +40,7 @@ from jaxserve.serve.ports import HeldPort
 
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_URL_BYTES = 16 * 2**10
-FREE_CHUNKS, MIN_CHUNK_BYTES = 1000, 64  # of a body: so many may be of any size, of more the average has this much
+FREE_CHUNKS, MIN_CHUNK_BYTES = 1000, 64  # of a body: so many may have any size, the others this much on average
 _PROBES = frozenset(path.encode() for path in PROBES)
 _KEEP_ALIVE_S = 75  # longer than the 60 s of common balancers, which must be the ones to close
 _BACKLOG = 1024
@@ -201,10 +201,10 @@ class TimedProtocol(HttpToolsProtocol, Client):
         """Called by the parser at each chunk of a body that has no length."""
         if self._ahead:
             return
-        num_whole, self._num_chunks = self._num_chunks, self._num_chunks + 1
-        if num_whole >= FREE_CHUNKS and self._body_bytes < num_whole * MIN_CHUNK_BYTES:
+        self._num_chunks += 1
+        if self._body_bytes < (self._num_chunks - FREE_CHUNKS - 1) * MIN_CHUNK_BYTES:
             text = (
-                f"more than {FREE_CHUNKS} chunks of a body have less than {MIN_CHUNK_BYTES} bytes each on average; "
+                f"a body of more than {FREE_CHUNKS} chunks, and the others have less than {MIN_CHUNK_BYTES} bytes each; "
                 "send larger chunks, or the length of the body"
             )
             self._refused = _Refused(400, "Bad Request", text)
