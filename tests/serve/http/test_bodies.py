@@ -214,7 +214,7 @@ def test_a_body_in_many_tiny_chunks_is_refused(server: Served) -> None:
     with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw, raw.makefile("rb") as stream:
         raw.sendall(in_chunks(large[: 2 * FREE_CHUNKS], 1))
         answer = stream.read()
-    assert answer.startswith(b"HTTP/1.1 400 ") and b"send larger chunks" in answer and b"connection: close" in answer
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"send larger ones" in answer and b"connection: close" in answer
     wait_until(lambda: server.engine.num_live == 0, "nothing is left of it")
 
 
