@@ -4,9 +4,10 @@ This is the transport, TLS included, with limits of time and size on headers. Si
 bound on connections in `connections`.
 
 uvicorn limits neither the time in which a request's headers arrive nor their size, so a client that sends a byte now
-and then would hold a connection for ever. The protocol below counts both; bodies are `guard`'s. A request that comes
-before the answer to another (pipelining, which no common client does) is not taken, and the connection ends with that
-answer: uvicorn would stop to read, and so not notice that the client has left.
+and then would hold a connection for ever. The protocol below counts both; bodies are `guard`'s, but for the chunks that
+they come in: the parser tells of each, on the event loop, so that a megabyte in chunks of one byte is a second. A
+request that comes before the answer to another (pipelining, which no common client does) is not taken, and the
+connection ends with that answer: uvicorn would stop to read, and so not notice that the client has left.
 
 Nor does uvicorn tell apart a client that will send no more from one that has left (`half_closed`), or send streams
 without chunks to clients of HTTP/1.0 (`http10`).
@@ -39,6 +40,7 @@ from jaxserve.serve.ports import HeldPort
 
 MAX_HEADER_BYTES = 64 * 2**10
 MAX_URL_BYTES = 16 * 2**10
+FREE_CHUNKS, MIN_CHUNK_BYTES = 1000, 64  # of a body: so many may have any size, the others this much on average
 _PROBES = frozenset(path.encode() for path in PROBES)
 _KEEP_ALIVE_S = 75  # longer than the 60 s of common balancers, which must be the ones to close
 _BACKLOG = 1024
@@ -83,6 +85,7 @@ class TimedProtocol(HttpToolsProtocol, Client):
         self._header_bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
         self._repeating = False  # see `_stay_with_http1`
+        self._num_chunks = self._body_bytes = 0  # of the request that is being read
         self._ahead = False  # a request came before the answer to another; from then on nothing is taken
         self._expect_headers()
 
@@ -158,6 +161,7 @@ class TimedProtocol(HttpToolsProtocol, Client):
             self.cycle.keep_alive = False
             return
         super().on_message_begin()
+        self._num_chunks = self._body_bytes = 0
         if self._deadline is None:
             self._header_bytes = 0
             self._expect_headers()
@@ -193,8 +197,22 @@ class TimedProtocol(HttpToolsProtocol, Client):
         super().on_response_complete()
         self._port.connections.rest(self)
 
+    def on_chunk_header(self) -> None:
+        """Called by the parser at each chunk of a body that has no length."""
+        if self._ahead:
+            return
+        self._num_chunks += 1
+        if self._body_bytes < (self._num_chunks - FREE_CHUNKS - 1) * MIN_CHUNK_BYTES:
+            text = (
+                f"a body of more than {FREE_CHUNKS} chunks, of which the others have less than {MIN_CHUNK_BYTES} bytes; "
+                "send larger ones, or the length of the body"
+            )
+            self._refused = _Refused(400, "Bad Request", text)
+            raise ValueError(text)
+
     def on_body(self, body: bytes) -> None:
         if not self._ahead:
+            self._body_bytes += len(body)
             super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -217,9 +235,11 @@ class TimedProtocol(HttpToolsProtocol, Client):
         self._headers_are_here()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:  # nothing of an earlier request is under way
-            code = refused.code
-            self._port.counts.note_http(OTHER, OTHER, code)
+        cycle, code = self.cycle, refused.code
+        is_of_body = cycle is not None and cycle.more_body and not cycle.response_started
+        if is_of_body or cycle is None or cycle.response_complete:  # nothing of an earlier request is under way
+            if not is_of_body:  # else the call is counted as one whose client has left
+                self._port.counts.note_http(OTHER, OTHER, code)
             self._port.counts.note_refusal(Refusal(HTTP, HTTP_REASONS[code], str(code), OTHER, None))
             body = plain_error(code, refused.text)
             head = f"HTTP/1.1 {code} {refused.phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"

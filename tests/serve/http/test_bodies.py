@@ -19,6 +19,7 @@ from http_parts import browse, http_served
 from serve_parts import WAIT_S, Served, serve_bytes, wait_until
 
 from jaxserve.serve.http import bodies, errors, guard, half_closed
+from jaxserve.serve.http.server import FREE_CHUNKS, MIN_CHUNK_BYTES
 from jaxserve.testing import ByteTokenizer
 
 ASK = {"prompt": "a", "max_tokens": 3}
@@ -191,6 +192,30 @@ def test_an_offer_of_http2_is_ignored(server: Served, cut: int | None, chunked: 
     answers = exchange(server, pieces, [request], [b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + OFFER + b"\r\n"])
     assert [answer["choices"][0]["text"] for answer in answers[:2]] == ["bcd", "bcd"]
     assert answers[2] == {"status": "ok"}
+
+
+# ---- chunks ---------------------------------------------------------------------------------------------------------
+
+
+def in_chunks(body: bytes, size: int) -> bytes:
+    chunks = (body[start : start + size] for start in range(0, len(body), size))
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\ncontent-type: application/json\r\n"
+    text = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
+    return head + b"transfer-encoding: chunked\r\n\r\n" + text + b"0\r\n\r\n"
+
+
+def test_a_body_in_many_tiny_chunks_is_refused(server: Served) -> None:
+    small = json.dumps(ASK).encode()
+    large = json.dumps(ASK).encode() + b" " * (FREE_CHUNKS * MIN_CHUNK_BYTES)
+    [whole] = exchange(server, [in_chunks(small, 1)])
+    assert [whole["choices"][0]["text"], len(small) < FREE_CHUNKS] == ["bcd", True], "few may have any size"
+    assert exchange(server, [in_chunks(large, MIN_CHUNK_BYTES)])[0]["choices"][0]["text"] == "bcd"
+    host, port = server.http_url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=WAIT_S) as raw, raw.makefile("rb") as stream:
+        raw.sendall(in_chunks(large[: 2 * FREE_CHUNKS], 1))
+        answer = stream.read()
+    assert answer.startswith(b"HTTP/1.1 400 ") and b"send larger ones" in answer and b"connection: close" in answer
+    wait_until(lambda: server.engine.num_live == 0, "nothing is left of it")
 
 
 # ---- other encodings, and numbers as other languages write them ------------------------------------------------------
