@@ -204,7 +204,7 @@ class TimedProtocol(HttpToolsProtocol, Client):
         self._num_chunks += 1
         if self._body_bytes < (self._num_chunks - FREE_CHUNKS - 1) * MIN_CHUNK_BYTES:
             text = (
-                f"a body of more than {FREE_CHUNKS} chunks, of which the others have less than {MIN_CHUNK_BYTES} bytes; "
+                f"a body has more than {FREE_CHUNKS} chunks, and the others less than {MIN_CHUNK_BYTES} bytes each; "
                 "send larger ones, or the length of the body"
             )
             self._refused = _Refused(400, "Bad Request", text)
