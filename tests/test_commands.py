@@ -28,6 +28,7 @@ from jaxserve.cli import COMMANDS, load_command, main
         (["serve", "demo", "-m", "other"], "two models are given, demo and -m other"),
         (["run", "demo", "--model", "other"], "two models are given, demo and --model other"),
         (["chat", "demo", "-m", "other"], "two models are given, demo and -m other"),
+        (["chat", "--url", "http://localhost:1", "demo", "--model", "b"], "two models are given, demo and --model b"),
         (["run", "demo", "--prompt", "x", "--temperature", "-1"], "error: --temperature: temperature is -1.0"),
         (["chat", "demo", "--top-p", "2"], "error: --top-p: top_p is 2.0"),
         (["route", "--port", "77777"], "error: --port: serve.grpc.port is 77777"),

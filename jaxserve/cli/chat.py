@@ -17,7 +17,7 @@ import rich.text
 import typer
 
 from jaxserve.cli.http_call import call, http_url
-from jaxserve.cli.options import ConfigOption, SetOption, one_line, sampling_flags, with_one_model
+from jaxserve.cli.options import ConfigOption, SetOption, one_line, one_model, sampling_flags, with_one_model
 from jaxserve.config import FlagSetting, load_config
 from jaxserve.errors import ConfigError, EngineStopped, JaxserveError
 from jaxserve.offline.console import complain, set_up_logging
@@ -75,7 +75,7 @@ def chat_command(
         if config is not None or set_:
             raise ConfigError("--config and --set are for a model in this process; leave them out with --url")
         key = read_keys(str(api_key_file), "--api-key-file")[0] if api_key_file is not None else None
-        named = model if model_option is None else model_option
+        named = one_model(context, model, model_option)
         opened = _server(url, named, sampling, key, None if tls_ca is None else str(tls_ca))
     with opened as (name, answer):
         talk(name, answer, system)

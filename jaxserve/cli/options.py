@@ -131,16 +131,20 @@ def with_model(
     return [*(overrides or ()), *given]
 
 
+def one_model(context: typer.Context, argument: str | None, option: str | None) -> str | None:
+    """The model that the argument or --model names. Raises ConfigError where they name different ones."""
+    if option is not None and argument is not None and argument != option:
+        flag = typed_flag(context, "model_option")
+        raise ConfigError(f"two models are given, {argument} and {flag} {option}; give one")
+    return argument if option is None else option
+
+
 def with_one_model(
     context: typer.Context, set_: Sequence[str] | None, argument: str | None, option: str | None
 ) -> "list[str | FlagSetting]":
-    """The settings of --set, and the model. Raises ConfigError where the argument and --model name different ones."""
-    if option is None:
-        return with_model(set_, argument, "MODEL")
-    flag = typed_flag(context, "model_option")
-    if argument is not None and argument != option:
-        raise ConfigError(f"two models are given, {argument} and {flag} {option}; give one")
-    return with_model(set_, option, flag)
+    """The settings of --set, and the model of `one_model`."""
+    source = "MODEL" if option is None else typed_flag(context, "model_option")
+    return with_model(set_, one_model(context, argument, option), source)
 
 
 def _words(context: Any) -> Sequence[str]:

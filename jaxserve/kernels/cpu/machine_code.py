@@ -259,7 +259,7 @@ def _compile(function: Callable[[Any], int]) -> Any:
     from numba import cfunc, types
 
     try:
-        with _inner_functions_unfinished(function.__qualname__):
+        with _whole_kernels(function.__qualname__):
             return cfunc(types.intp(types.voidptr))(function)
     except Exception as error:  # of Numba or LLVM
         # Where colorama is installed, Numba colours its messages for a terminal.
@@ -271,11 +271,15 @@ def _compile(function: Callable[[Any], int]) -> Any:
 
 
 @contextlib.contextmanager
-def _inner_functions_unfinished(outermost: str) -> Iterator[None]:
-    """While a kernel is compiled, the functions that it calls are optimised to be linked into it, and no more.
+def _whole_kernels(outermost: str) -> Iterator[None]:
+    """While a kernel is compiled, the functions that it calls are optimised to be linked into it, and no more; and
+    none of them can be seen from outside of it.
 
     By itself Numba also makes machine code of each, with one wrapper for Python and one for C: half of the time. They
     cannot be called from Python then, and nothing does.
+
+    Numba tells functions of one name apart by a number that begins at 1 in each process, and links what has the same
+    name once. So of two kernels that two processes have compiled, one could call a function of the other.
     """
     from numba.core.compiler_lock import global_compiler_lock
 
@@ -292,6 +296,9 @@ def _inner_functions_unfinished(outermost: str) -> Iterator[None]:
     def wrap_outermost(library: Any, descriptor: Any, environment: Any, call_helper: Any) -> None:
         if descriptor.qualname == outermost:
             make_wrapper(library, descriptor, environment, call_helper)
+            library._optimize_final_module = functools.partial(
+                _optimize_and_hide, library, library._optimize_final_module, descriptor.llvm_cfunc_wrapper_name
+            )
 
     replaced = {
         "get_executable": link_only,
@@ -305,3 +312,12 @@ def _inner_functions_unfinished(outermost: str) -> Iterator[None]:
         finally:
             for name in replaced:
                 delattr(context, name)
+
+
+def _optimize_and_hide(library: Any, optimize: Callable[[], None], seen: str) -> None:
+    """The module of a kernel, in which no name but one is seen from outside."""
+    optimize()
+    module = library._final_module
+    for defined in (*module.functions, *module.global_variables):
+        if not defined.is_declaration and defined.name != seen:
+            defined.linkage = "internal"
