@@ -96,7 +96,7 @@ def test_a_rest_collects_what_is_due_by_pythons_own_thresholds() -> None:
         for _ in range(5):  # they are of an older generation by now
             kept += [[] for _ in range(600)]
             interpreter.rest()
-        assert not any(isinstance(one, Cycle) for one in gc.get_objects())
+        assert not any(type(one) is Cycle for one in gc.get_objects())
         assert interpreter.total_s >= interpreter.longest_s > 0
     finally:
         interpreter.end_work()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -332,6 +333,11 @@ def connect(parts: Served) -> Client:
 def lines_told(stderr: str) -> list[str]:
     """What a server in a process wrote there, but for warnings that the machine was too busy to run its event loop."""
     return [line for line in stderr.splitlines() if not line.startswith("the event loop was held up")]
+
+
+def objects_of(*kinds: type) -> list[Any]:
+    """Those that the collector knows. Their types are asked, since `isinstance` asks the object of a weak proxy."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

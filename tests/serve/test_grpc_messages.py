@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from serve_parts import LONG, WAIT_S, Served, serve_bytes, serve_slowly, served, wait_until
+from serve_parts import LONG, WAIT_S, Served, objects_of, serve_bytes, serve_slowly, served, wait_until
 
 from jaxserve.api import SamplingParams
 from jaxserve.client import CallOptions, Client, RequestFailed, Retries
@@ -258,13 +258,13 @@ def test_garbage_is_told_so_by_health_and_reflection(server: Served, caplog: pyt
 def test_a_message_that_was_refused_is_not_kept_until_a_collection(crowded: Served, message: bytes) -> None:
     """gRPC keeps the error that ends a call in a cycle with the call: megabytes, beside an engine that works."""
 
-    def is_kept(each: object) -> bool:
-        """A request, or an error whose frames hold the message."""
-        if isinstance(each, InvalidRequest | DecodeError):
-            return each.__traceback__ is not None
-        return isinstance(each, pb.GenerateRequest)
+    def kept() -> set[int]:
+        """Requests, and errors whose frames hold the message."""
+        errors = [each for each in objects_of(InvalidRequest, DecodeError) if each.__traceback__ is not None]
+        return {id(each) for each in (*errors, *objects_of(pb.GenerateRequest))}
 
     gc.collect()
+    before = kept()  # of other tests
     gc.disable()
     try:
         with grpc.insecure_channel(crowded.address) as channel:
@@ -272,6 +272,6 @@ def test_a_message_that_was_refused_is_not_kept_until_a_collection(crowded: Serv
             with pytest.raises(grpc.RpcError) as caught:
                 next(call(message, metadata=AS_ONE, timeout=WAIT_S))
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
-        wait_until(lambda: not any(map(is_kept, gc.get_objects())), "it is let go")
+        wait_until(lambda: kept() <= before, "it is let go")
     finally:
         gc.enable()

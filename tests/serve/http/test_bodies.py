@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from http_parts import browse, http_served
-from serve_parts import WAIT_S, Served, serve_bytes, wait_until
+from serve_parts import WAIT_S, Served, objects_of, serve_bytes, wait_until
 
 from jaxserve.serve.http import bodies, errors, guard, half_closed
 from jaxserve.serve.http.server import FREE_CHUNKS, MIN_CHUNK_BYTES
@@ -468,7 +468,7 @@ def test_a_body_that_was_refused_is_not_kept_until_a_collection(server: Served, 
     try:
         with browse(server) as client:
             assert client.post(path, content=body, headers=JSON).status_code == 400
-        wait_until(lambda: not any(isinstance(each, bodies.Unreadable) for each in gc.get_objects()), "it is let go")
+        wait_until(lambda: not objects_of(bodies.Unreadable), "it is let go")
     finally:
         gc.enable()
 
